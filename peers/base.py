@@ -1,0 +1,96 @@
+"""The transport interface: connect, request and answer, gossip. One file per back end implements it."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import trio
+
+PeerId = NewType("PeerId", bytes)
+"""A peer's raw 32-byte Ed25519 public key, proven by the transport's handshake."""
+
+Handler = Callable[[PeerId, bytes], Awaitable[bytes]]
+"""Answers one request of one peer. Raising anything closes that request's stream and nothing else."""
+
+
+class TransportError(Exception):
+    """A request, connection or publication failed; the message names the address or peer and the cause."""
+
+
+class RequestTimeout(TransportError):
+    """No complete answer within the time-out."""
+
+
+class PeerUnreachable(TransportError):
+    """No connection to the peer could be made."""
+
+
+class ResponseTooLarge(TransportError):
+    """The peer announced an answer larger than the caller allows; nothing of it was kept."""
+
+
+@dataclass(frozen=True)
+class GossipMessage:
+    """A gossip payload. `relayed_by` is the neighbour it came from, not its author: authors sign their envelopes."""
+
+    topic: str
+    data: bytes
+    relayed_by: PeerId
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """A connection appeared or went."""
+
+    peer: PeerId
+    connected: bool
+
+
+class Transport(Protocol):
+    """What a node needs of a network. All coroutines are trio's and may be cancelled at any await."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that others can dial, each ending in /p2p/PEER-ID. Never 0.0.0.0; loopback only if nothing else."""
+        ...
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Listen and serve inside the `async with` block. Raises `TransportError` when the port is taken."""
+        ...
+
+    async def connect(self, address: str, timeout_s: float) -> PeerId:
+        """Dial a multiaddress that ends in /p2p/PEER-ID (dns4 names allowed). Raises `PeerUnreachable`, `RequestTimeout`."""
+        ...
+
+    async def disconnect(self, peer: PeerId) -> None: ...
+
+    def connected_peers(self) -> set[PeerId]: ...
+
+    async def request(
+        self, peer: PeerId, protocol: str, payload: bytes, *, timeout_s: float, max_response_bytes: int
+    ) -> bytes:
+        """One question, one answer, on a stream of its own (4-byte big-endian length before each).
+
+        Raises `PeerUnreachable` when not connected, `RequestTimeout`, `ResponseTooLarge`, `TransportError`.
+        """
+        ...
+
+    def serve(self, protocol: str, handler: Handler, *, max_request_bytes: int, max_concurrent: int) -> None:
+        """Answer requests of `protocol`. Before or inside `running()`. Oversized requests are dropped with the stream."""
+        ...
+
+    async def subscribe(self, topic: str) -> trio.MemoryReceiveChannel[GossipMessage]:
+        """Messages of `topic`. The channel is bounded; when it is full the oldest waiting message is dropped and counted."""
+        ...
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """Gossip `data`. Delivery is not promised. Raises `TransportError` if it is larger than the limit."""
+        ...
+
+    def events(self) -> trio.MemoryReceiveChannel[PeerEvent]:
+        """Connections coming and going, bounded, oldest dropped."""
+        ...

@@ -1,0 +1,85 @@
+"""Whether a received rollout group may enter the learner's buffer: pure checks, cheapest first, first failure wins.
+
+What needs the tokenizer or the environment (prompt, reward) is checked by the verifier process afterwards.
+"""
+
+import numpy as np
+
+from protocol.messages import Completion, RolloutGroup
+from protocol.refusals import RefusalReason, Refused
+from protocol.run_spec import RunSpec
+from protocol.staleness import newest_version, oldest_version, staleness
+from protocol.tasks import assigned_task
+
+LOGPROB_FLOOR = -200.0
+"""A sampled token cannot be less likely than this: the largest noise is 17 (see `protocol.noise`) and logits are bounded."""
+
+
+def check_group(
+    group: RolloutGroup,
+    spec: RunSpec,
+    run_id: bytes,
+    sender: bytes,
+    *,
+    policy: bytes,
+    learner_version: int | None,
+    vocabulary_size: int | None,
+) -> None:
+    """Raise `Refused` with the first rule that the group breaks.
+
+    `policy` is the one the group must be of. `learner_version` is None when staleness has no meaning
+    (an external policy's group).
+    """
+    if group.policy != policy:
+        raise Refused(RefusalReason.UNKNOWN_POLICY, f"policy {group.policy.hex()[:12]} is not trained here")
+    if group.sampling != spec.sampling:
+        raise Refused(RefusalReason.WRONG_SAMPLING, "the sampling contract is not the run's")
+    if spec.trust.require_seeded and not group.sampling.seeded:
+        raise Refused(RefusalReason.WRONG_SAMPLING, "this run demands seeded sampling")
+    expected = assigned_task(spec.tasks, run_id, sender, group.policy, group.version, group.counter)
+    if group.task.config_hash not in {task.config_hash for task in spec.tasks}:
+        raise Refused(RefusalReason.UNKNOWN_TASK, f"task {group.task.config_hash.hex()[:12]} is not in the run")
+    if group.task != expected:
+        raise Refused(RefusalReason.WRONG_SEED, "the task is not the one assigned to this counter")
+    size = spec.sampling.group_size
+    if len(group.completions) != size or len(group.rewards) != size:
+        raise Refused(
+            RefusalReason.RAGGED_GROUP,
+            f"{len(group.completions)} completions and {len(group.rewards)} rewards, the run wants {size}",
+        )
+    for index, completion in enumerate(group.completions):
+        _check_completion(completion, index, spec.sampling.max_new_tokens, vocabulary_size)
+    if oldest_version(group) != group.version:
+        raise Refused(RefusalReason.BAD_VERSIONS, "the group's version is not that of its oldest token")
+    if learner_version is None:
+        return
+    if newest_version(group) > learner_version:
+        raise Refused(
+            RefusalReason.FUTURE_VERSION,
+            f"version {newest_version(group)} does not exist, the learner is at {learner_version}",
+        )
+    lag = staleness(learner_version, oldest_version(group))
+    if lag > spec.max_staleness:
+        raise Refused(RefusalReason.TOO_STALE, f"{lag} versions behind, the bound is {spec.max_staleness}")
+
+
+def _check_completion(
+    completion: Completion, index: int, max_new_tokens: int, vocabulary_size: int | None
+) -> None:
+    if len(completion.tokens) % 4 or len(completion.tokens) != len(completion.logprobs):
+        raise Refused(RefusalReason.RAGGED_GROUP, f"completion {index}: tokens and log-probs differ in length")
+    tokens, logprobs = completion.token_array(), completion.logprob_array()
+    if len(tokens) > max_new_tokens:
+        raise Refused(
+            RefusalReason.BAD_TOKENS, f"completion {index}: {len(tokens)} tokens, the run allows {max_new_tokens}"
+        )
+    if completion.finish == "length" and len(tokens) != max_new_tokens:
+        raise Refused(RefusalReason.BAD_TOKENS, f"completion {index}: ended by length before the limit")
+    if vocabulary_size is not None and int(tokens.max()) >= vocabulary_size:
+        raise Refused(RefusalReason.BAD_TOKENS, f"completion {index}: a token id outside the vocabulary")
+    if not np.isfinite(logprobs).all():
+        raise Refused(RefusalReason.BAD_LOGPROBS, f"completion {index}: a log-prob is not finite")
+    if (logprobs > 0).any() or (logprobs < LOGPROB_FLOOR).any():
+        raise Refused(RefusalReason.BAD_LOGPROBS, f"completion {index}: a log-prob is above 0 or below {LOGPROB_FLOOR}")
+    if sum(run.count for run in completion.version_runs) != len(tokens):
+        raise Refused(RefusalReason.BAD_VERSIONS, f"completion {index}: version runs do not add up to the tokens")

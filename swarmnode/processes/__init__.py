@@ -1,0 +1,1 @@
+"""The processes of a node and the channel between them."""
