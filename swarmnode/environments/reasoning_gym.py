@@ -1,0 +1,111 @@
+"""The reasoning_gym task families as an environment: procedural questions, each picked by its seed.
+
+A family generates item `i` from `Random(seed + i)`; its own seed is fixed at 0 here, so a task's seed is the item's index.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from protocol import limits
+from protocol.tasks import TaskRef, TaskSpec
+from swarmnode.environments.base import Environment, TaskConfigError, UnknownTask
+
+log = logging.getLogger(__name__)
+
+MAX_SCORED_CHARS = 8192
+"""Longer completions score 0 unread: no family has such an answer, and some scorers are slower than linear."""
+
+ANSWERS_EVALUATED = frozenset(
+    {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+"""Families of reasoning_gym 0.1.25 whose scorer passes the completion to `eval` or to sympy's `parse_expr`, which
+evaluates it: a completion from a peer would be code that runs here. A test looks for new ones."""
+
+OWN_KEYS = frozenset({"seed", "size", "data_file"})
+"""Settings that a run may not give: the item's index is the seed, and `data_file` would read any file of the node."""
+
+
+class ReasoningGymEnvironment(Environment):
+    """The reasoning_gym families of one run. Each data set is built once; recent items are kept."""
+
+    def __init__(self, tasks: Sequence[TaskSpec], partial_credit: bool = False) -> None:
+        self._partial_credit = partial_credit
+        self._families: dict[bytes, Any] = {}
+        for task in tasks:
+            if task.config_hash not in self._families:
+                self._families[task.config_hash] = _family(task)
+        self._item = lru_cache(maxsize=512)(self._generate)
+
+    def question(self, task: TaskRef) -> str:
+        return str(self._item(task.environment, task.config_hash, task.seed)["question"])
+
+    def score(self, task: TaskRef, completion: str) -> float:
+        item = self._item(task.environment, task.config_hash, task.seed)
+        if len(completion) > MAX_SCORED_CHARS:
+            return 0.0
+        try:
+            raw = float(self._families[task.config_hash].score_answer(completion.strip(), item))
+        except Exception as error:
+            # These scorers parse any text with code that is not ours; whatever they choke on is no right answer.
+            log.debug("scorer failed on a completion of %d characters: %r", len(completion), error)
+            return 0.0
+        if raw >= 1.0:
+            return 1.0
+        # Not a number compares false with everything, and so scores 0 as well.
+        return raw if self._partial_credit and raw > 0.0 else 0.0
+
+    def answer(self, task: TaskRef) -> str:
+        """The family's own answer, to make examples of. Raises `UnknownTask`."""
+        return str(self._item(task.environment, task.config_hash, task.seed)["answer"])
+
+    def _generate(self, environment: str, config_hash: bytes, seed: int) -> dict[str, Any]:
+        family = self._families.get(config_hash)
+        if environment != "reasoning_gym" or family is None:
+            raise UnknownTask(f"no task family of this run has the config hash {config_hash.hex()[:16]}")
+        item: dict[str, Any] = family[seed]
+        return item
+
+
+def _family(task: TaskSpec) -> Any:
+    """The data set of a family, after a look at whether any seed works and whether its answers are safe to score."""
+    if task.name not in DATASETS:
+        raise TaskConfigError(
+            f"reasoning_gym has no task family {task.name!r}: see `reasoning_gym.factory.DATASETS`"
+        )
+    if task.name in ANSWERS_EVALUATED:
+        raise TaskConfigError(
+            f"the task family {task.name!r} scores answers by evaluating them as code, which is never done with "
+            "text from the network: choose another family"
+        )
+    refused = sorted(OWN_KEYS & task.config.keys())
+    if refused:
+        raise TaskConfigError(f"task family {task.name!r}: remove {', '.join(refused)} from its config")
+    try:
+        family = reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise TaskConfigError(
+            f"task family {task.name!r} refuses its config {task.config}: {error}"
+        ) from error
+    for seed in (1, limits.TRAIN_SEED_LIMIT - 1, limits.HELD_OUT_SEED_LIMIT - 1):
+        try:
+            family[seed]
+        except Exception as error:
+            raise TaskConfigError(
+                f"task family {task.name!r} with config {task.config} gives no question for seed {seed}: {error!r}"
+            ) from error
+    return family
