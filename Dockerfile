@@ -14,19 +14,19 @@ RUN ls /wheelhouse/torch-*.whl >/dev/null 2>&1 \
     || { echo "build/wheelhouse/ is not there: run scripts/wheelhouse.sh (or build with: make image)" >&2; exit 1; }
 ENV PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheelhouse PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Dependencies come before the source, so that a change of code does not install torch again. The
-# headers of torch are left out: only compiling extensions needs them.
+# headers and test programs of torch are left out: nothing at run time needs them.
 RUN python3 -m venv /opt/swarmnode \
     && /opt/swarmnode/bin/pip install --quiet --upgrade pip \
     && /opt/swarmnode/bin/python -c 'import tomllib; print("\n".join(tomllib.load(open("/wheelhouse/pyproject.toml", "rb"))["project"]["dependencies"]))' >requirements.txt \
-    && /opt/swarmnode/bin/pip install --quiet --no-compile --requirement requirements.txt \
+    && /opt/swarmnode/bin/pip install --quiet --requirement requirements.txt \
     && cd /opt/swarmnode/lib/python3.11/site-packages \
-    && rm -rf torch/include torch/share/cmake
+    && rm -rf torch/include torch/share/cmake torch/bin/*test* torch/bin/*Test
 COPY pyproject.toml README.md LICENSE ./
 COPY protocol ./protocol
 COPY peers ./peers
 COPY trainer ./trainer
 COPY swarmnode ./swarmnode
-RUN /opt/swarmnode/bin/pip install --quiet --no-compile --no-deps . \
+RUN /opt/swarmnode/bin/pip install --quiet --no-deps . \
     && /opt/swarmnode/bin/pip uninstall --quiet --yes pip
 
 FROM debian:bookworm-slim
