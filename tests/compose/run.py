@@ -37,6 +37,7 @@ GONE_S = 60.0
 GOES_ON_S = 300.0
 
 State = dict[str, Any]
+STARTED = time.monotonic()
 
 
 class Failed(Exception):
@@ -45,9 +46,6 @@ class Failed(Exception):
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
-
-
-STARTED = time.monotonic()
 
 
 class Swarm:
@@ -71,7 +69,7 @@ class Swarm:
         self.run("down", "--volumes", "--remove-orphans", "--timeout", "20", timeout_s=180.0)
 
     def container(self, service: str) -> str:
-        """The container's id; Compose's two generations name containers differently, their labels are the same."""
+        """The container's id, by its labels: the two generations of Compose name containers differently."""
         labels = {"com.docker.compose.project": PROJECT, "com.docker.compose.service": service}
         filters = [word for key, value in labels.items() for word in ("--filter", f"label={key}={value}")]
         found = output("docker", "ps", "--all", "--quiet", "--no-trunc", *filters).split()
@@ -109,9 +107,8 @@ class Swarm:
             try:
                 described = self.inspect(service)["State"]
                 health = described.get("Health", {}).get("Status", "none")
-                print(
-                    f"\n--- {service}: {described['Status']}, exit code {described['ExitCode']}, health {health}"
-                )
+                how = f"{described['Status']}, exit code {described['ExitCode']}, health {health}"
+                print(f"\n--- {service}: {how}", flush=True)
                 subprocess.run(
                     ["docker", "logs", "--tail", "60", self.container(service)], timeout=30, check=False
                 )
@@ -185,13 +182,13 @@ def summary(state: State) -> str:
     nodes = {name: node["state"] for name, node in sorted(worker_nodes(state).items())}
     learner = (state["learner"] or {}).get("state")
     return (
-        f"version {version(state)}, {published(state)} published, accepted {accepted(state)}, workers {nodes}, "
-        f"learner {learner}, refused {state['refused']}"
+        f"version {version(state)}, {published(state)} published, accepted {accepted(state)}, "
+        f"workers {nodes}, learner {learner}, refused {state['refused']}"
     )
 
 
 def check_hardening(swarm: Swarm) -> None:
-    """Every container runs as the plain user, only the learner's page is published, and it wants its token."""
+    """Every container runs as the plain user; only the learner's page is published, and it wants a token."""
     for service in SERVICES:
         user = output("docker", "exec", swarm.container(service), "id", "-u").strip()
         if user != "10001":
@@ -292,9 +289,7 @@ def main() -> int:
     try:
         output("docker", "info")
     except (FileNotFoundError, subprocess.SubprocessError):
-        stop(
-            "no Docker engine answers: install docker.io and start it (sudo systemctl start docker), then try again"
-        )
+        stop("no Docker engine answers: install docker.io, sudo systemctl start docker, then try again")
     signal.signal(signal.SIGTERM, on_terminate)
     swarm = Swarm()
     try:
