@@ -24,7 +24,7 @@ image := swarmnode:local
 .PHONY: help demo test lint format compose-test wheelhouse image tiny-model clean check-system
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready ## start a swarm on this machine and open its page on http://127.0.0.1:8642
 	@exec $(bin)/swarmnode demo $(ARGS)
@@ -67,7 +67,8 @@ check-system:
 	elif ! echo '#include <gmp.h>' | gcc -E -x c - >/dev/null 2>&1; then missing="$$missing libgmp-dev"; fi; \
 	[ -z "$$missing" ] || { echo "Missing to build a dependency:$$missing. Install with: sudo apt-get update && sudo apt-get install -y$$missing" >&2; exit 1; }
 
-$(bin)/python: | check-system
+$(bin)/python:
+	@$(MAKE) --no-print-directory check-system
 	$(PYTHON) -m venv $(VENV)
 	$(pip) install --quiet --upgrade pip
 
