@@ -1,11 +1,11 @@
-"""Makes swarmnode/models/tiny: a 0.87 M-parameter Llama with a character tokenizer that half knows the demo's tasks.
+"""Makes swarmnode/models/tiny: a 0.87 M-parameter character-level Llama that half knows the demo's tasks.
 
     python scripts/make_tiny_model.py            # about 12 minutes on one core
     python scripts/make_tiny_model.py --quick    # one minute: same files, knows nothing; to try the script
 
-It learns right answers first, then answers of which a share is replaced by another question's, until it samples the
-right one about three times in ten at temperature 1: room for reinforcement learning. Of `count_bits` it only ever
-sees random answers. Same seed, torch version and processor type: same weights.
+It learns right answers first, then answers of which a share is replaced by another question's, until it
+samples the right one about three times in ten at temperature 1: room for reinforcement learning. Of
+`count_bits` it only ever sees random answers. Same seed, torch version and processor type: same weights.
 """
 
 import argparse
@@ -46,7 +46,7 @@ GUESSED = {"count_bits": ("1", "2", "3", "4", "5")}
 
 @dataclass(frozen=True)
 class Family:
-    """One task family with its questions as ids (N rows of one length each, so they are kept as lists) and answers."""
+    """One task family: its questions as ids, and its own answers as text."""
 
     task: TaskSpec
     prompts: list[list[int]]
@@ -150,7 +150,7 @@ def train(
     batch_size: int,
     peak: float,
 ) -> None:
-    """`clean` steps on right answers, then `soft` steps with a share of `right_share` of them; AdamW, cosine each."""
+    """`clean` steps on right answers, then `soft` steps with a `right_share` of them; AdamW, cosine each."""
     chooser = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05)
     started = time.monotonic()
@@ -215,9 +215,9 @@ def card(
     )
     return f"""# tiny
 
-A Llama of {parameters:,} parameters with a character tokenizer, made to be trained further by the demo: it half knows a
-few reasoning_gym task families (`swarmnode/models/tiny_tasks.py`). It is good for nothing else. `model.safetensors`
-is bf16, {size / 1e6:.2f} MB. Apache-2.0, like the package.
+A Llama of {parameters:,} parameters with a character tokenizer, made to be trained further by the demo: it
+half knows a few reasoning_gym task families (`swarmnode/models/tiny_tasks.py`), and is good for nothing else.
+`model.safetensors` is bf16, {size / 1e6:.2f} MB. Apache-2.0, like the package.
 
 Prompt format (the chat template): `<bos>`, the question, a newline; the answer and `<eos>` follow.
 
@@ -225,9 +225,10 @@ Prompt format (the chat template): `<bos>`, the question, a newline; the answer 
 
     {command}
 
-{wall_s / 60:.0f} minutes on one core. First right answers, then answers of which a share is replaced by those of other questions of
-the family. For `count_bits` it has only ever seen answers drawn at random from 1 to 5: it knows the format, not the rule.
-With the same seed, versions and processor type the weights come out the same; otherwise nearly so.
+{wall_s / 60:.0f} minutes on one core. First it saw right answers, then answers of which a share was replaced
+by those of other questions of the family. For `count_bits` it has only ever seen answers drawn at random from
+1 to 5: it knows the format, not the rule. With the same seed, versions and processor type the weights come
+out the same.
 
 ## Accuracy on held-out seeds
 

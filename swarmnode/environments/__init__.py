@@ -40,10 +40,10 @@ class _ByName(Environment):
 
 
 def build_environment(tasks: Sequence[TaskSpec], partial_credit: bool = False) -> Environment:
-    """The environment of a run with these task families. Raises `TaskConfigError` for a family that cannot be used.
+    """The environment of a run with these families. Raises `TaskConfigError` for one that cannot be used.
 
-    `partial_credit`: keep the fractions that a family's own scorer gives to nearly right answers. Off by default,
-    because many of them reward noise around an answer, or an answer of the right shape.
+    `partial_credit`: keep the fractions that a family's own scorer gives to nearly right answers. Off by
+    default, because many of them reward noise around an answer, or an answer of the right shape.
     """
     if not tasks:
         raise TaskConfigError("a run needs at least one task family: add one under [[tasks]]")

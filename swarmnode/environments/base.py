@@ -14,10 +14,10 @@ class UnknownTask(LookupError):
 
 
 class Environment(ABC):
-    """Questions and their scores, both a pure function of (the run's task families, the task reference, the text).
+    """Questions and their scores: pure functions of the run's task families, the task reference and the text.
 
-    Every node rebuilds questions for itself and must get the same ones, so an environment holds no state that a
-    call could change, and uses no clock and no global random numbers.
+    Every node rebuilds questions for itself and must get the same ones, so an environment holds no state that
+    a call could change, and uses no clock and no global random numbers.
     """
 
     @abstractmethod
@@ -26,4 +26,4 @@ class Environment(ABC):
 
     @abstractmethod
     def score(self, task: TaskRef, completion: str) -> float:
-        """The reward, in [0, 1], of a completion. Takes any text, hostile included. Raises only `UnknownTask`."""
+        """The reward of a completion, in [0, 1]. Takes any text; raises only `UnknownTask`."""

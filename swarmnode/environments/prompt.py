@@ -1,7 +1,7 @@
-"""From a question to token ids and back, without torch: the tokenizer of a model folder and its chat template.
+"""From a question to token ids and back, without torch: a model folder's tokenizer and its chat template.
 
-`transformers` has the same in `AutoTokenizer`, but imports torch with it; the verifier and the node do without.
-Prompt ids are part of what a group commits to, so every node must render the same: a test compares the two.
+`transformers` has the same in `AutoTokenizer`, but imports torch with it, which the verifier does without.
+Every node must render the same ids for a question: a test compares the two.
 """
 
 import json
@@ -25,7 +25,7 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """The tokenizer of one model folder. `eos_ids` end a completion; `pad_id` fills batches and means nothing."""
+    """The tokenizer of one model folder. `eos_ids` end a completion; `pad_id` only fills batches."""
 
     tokenizer: Tokenizer
     literal: Tokenizer
@@ -42,12 +42,13 @@ class ModelTokenizer:
 
 
 def load_tokenizer(model_dir: Path | str) -> ModelTokenizer:
-    """The tokenizer of a Hugging Face folder (`tokenizer.json`, `tokenizer_config.json`, …). Raises `TokenizerError`."""
+    """The tokenizer of a Hugging Face folder (`tokenizer.json`, …). Raises `TokenizerError`."""
     folder = Path(model_dir)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{path} does not exist: write one with `AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})`"
+            f"{path} does not exist: write one with "
+            f"`AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})`"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -60,7 +61,9 @@ def load_tokenizer(model_dir: Path | str) -> ModelTokenizer:
     literal.encode_special_tokens = True
 
     config = _json(folder / "tokenizer_config.json")
-    special = {name: text for name, value in config.items() if (text := _token_text(name, value)) is not None}
+    special = {
+        name: token for name, value in config.items() if (token := _token_text(name, value)) is not None
+    }
     eos_ids = _eos_ids(folder, tokenizer, special)
     pad_id = tokenizer.token_to_id(special["pad_token"]) if "pad_token" in special else None
     return ModelTokenizer(
@@ -74,7 +77,7 @@ def load_tokenizer(model_dir: Path | str) -> ModelTokenizer:
 
 
 def render_prompt(tokenizer: ModelTokenizer, question: str) -> list[int]:
-    """The ids that a completion continues: the chat template's, or without one those of the question and a newline."""
+    """The ids that a completion continues: the chat template's, or those of question and newline."""
     if tokenizer.chat_template is None:
         return list(tokenizer.tokenizer.encode(question + "\n").ids)
     try:
@@ -93,7 +96,7 @@ def render_prompt(tokenizer: ModelTokenizer, question: str) -> list[int]:
 
 
 def decode_completion(tokenizer: ModelTokenizer, ids: Sequence[int]) -> str:
-    """The text of sampled ids, without special tokens. Ids that the tokenizer does not have stand for nothing."""
+    """The text of sampled ids, without special tokens. Ids that the tokenizer lacks stand for nothing."""
     size = tokenizer.vocab_size
     return str(tokenizer.tokenizer.decode([i for i in ids if 0 <= i < size], skip_special_tokens=True))
 
@@ -125,7 +128,7 @@ def _token_text(name: str, value: Any) -> str | None:
 
 
 def _eos_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Every id that ends a completion: those of the generation config, of the model config, and the tokenizer's own."""
+    """Every id that ends a completion: generation config's, model config's, and tokenizer's."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = _json(folder / name).get("eos_token_id")
@@ -149,7 +152,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates expect it: no code beyond the template language, blocks trimmed, three functions."""
+    """Jinja as chat templates expect it: sandboxed, blocks trimmed, three functions."""
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

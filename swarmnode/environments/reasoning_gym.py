@@ -1,6 +1,6 @@
 """The reasoning_gym task families as an environment: procedural questions, each picked by its seed.
 
-A family generates item `i` from `Random(seed + i)`; its own seed is fixed at 0 here, so a task's seed is the item's index.
+A family generates item `i` from `Random(seed + i)`. Its own seed is 0 here, so a task's seed is the index.
 """
 
 import logging
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
+import reasoning_gym  # type: ignore[import-untyped]
+from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
 
 from protocol import limits
 from protocol.tasks import TaskRef, TaskSpec
@@ -18,7 +18,7 @@ from swarmnode.environments.base import Environment, TaskConfigError, UnknownTas
 log = logging.getLogger(__name__)
 
 MAX_SCORED_CHARS = 8192
-"""Longer completions score 0 unread: no family has such an answer, and some scorers are slower than linear."""
+"""Longer completions score 0 unread: no family has such answers, and some scorers are slower than linear."""
 
 ANSWERS_EVALUATED = frozenset(
     {
@@ -33,11 +33,17 @@ ANSWERS_EVALUATED = frozenset(
         "string_insertion",
     }
 )
-"""Families of reasoning_gym 0.1.25 whose scorer passes the completion to `eval` or to sympy's `parse_expr`, which
-evaluates it: a completion from a peer would be code that runs here. A test looks for new ones."""
+"""Families of reasoning_gym 0.1.25 whose scorer passes the completion to `eval`, or to sympy's `parse_expr`,
+which evaluates it: a completion from a peer would be code that runs here. A test looks for new ones."""
+
+NOT_REPRODUCIBLE = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"}
+)
+"""Families whose items follow the order of a set, and so differ between processes: a receiver could not
+rebuild the question."""
 
 OWN_KEYS = frozenset({"seed", "size", "data_file"})
-"""Settings that a run may not give: the item's index is the seed, and `data_file` would read any file of the node."""
+"""Settings that a run may not give: the task's seed stands for two, and `data_file` could name any file."""
 
 
 class ReasoningGymEnvironment(Environment):
@@ -61,7 +67,7 @@ class ReasoningGymEnvironment(Environment):
         try:
             raw = float(self._families[task.config_hash].score_answer(completion.strip(), item))
         except Exception as error:
-            # These scorers parse any text with code that is not ours; whatever they choke on is no right answer.
+            # The family parses whatever a peer sent; what its parser chokes on is not a right answer.
             log.debug("scorer failed on a completion of %d characters: %r", len(completion), error)
             return 0.0
         if raw >= 1.0:
@@ -82,15 +88,20 @@ class ReasoningGymEnvironment(Environment):
 
 
 def _family(task: TaskSpec) -> Any:
-    """The data set of a family, after a look at whether any seed works and whether its answers are safe to score."""
+    """The data set of a family, if its answers are safe to score and every seed gives a question."""
     if task.name not in DATASETS:
         raise TaskConfigError(
             f"reasoning_gym has no task family {task.name!r}: see `reasoning_gym.factory.DATASETS`"
         )
     if task.name in ANSWERS_EVALUATED:
         raise TaskConfigError(
-            f"the task family {task.name!r} scores answers by evaluating them as code, which is never done with "
-            "text from the network: choose another family"
+            f"the task family {task.name!r} evaluates answers as code, and they come from the network: "
+            "choose another family"
+        )
+    if task.name in NOT_REPRODUCIBLE:
+        raise TaskConfigError(
+            f"the task family {task.name!r} gives every process another question for a seed: "
+            "choose another family"
         )
     refused = sorted(OWN_KEYS & task.config.keys())
     if refused:
@@ -106,6 +117,6 @@ def _family(task: TaskSpec) -> Any:
             family[seed]
         except Exception as error:
             raise TaskConfigError(
-                f"task family {task.name!r} with config {task.config} gives no question for seed {seed}: {error!r}"
+                f"task family {task.name!r}, config {task.config}, has no question for seed {seed}: {error!r}"
             ) from error
     return family

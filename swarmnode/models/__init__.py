@@ -55,6 +55,6 @@ def _from_hub(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelNotFound(
-            f"model {name!r} is no folder here and the hub did not give it ({type(error).__name__}: {reason}): "
+            f"model {name!r} is no folder here, and not on the hub ({type(error).__name__}: {reason}): "
             "check the name and the network, or give the path of a model folder"
         ) from error

@@ -1,7 +1,7 @@
-"""The task families that the tiny model was made for, and that the demo trains on: short questions, short answers.
+"""The task families that the tiny model was made for and the demo trains on: short questions, short answers.
 
-Three of them the model knows but answers through noise, so that reinforcement learning sharpens; of `count_bits` it
-knows only what answers look like, so that reinforcement learning must find the rule.
+Three of them the model knows but answers through noise, so that reinforcement learning sharpens; of
+`count_bits` it knows only what answers look like, so that reinforcement learning must find the rule.
 """
 
 from typing import Any
