@@ -1,7 +1,9 @@
-"""Whether a received rollout group may enter the learner's buffer: pure checks, cheapest first, first failure wins.
+"""Whether a received rollout group may enter the learner's buffer: pure checks, the first failure wins.
 
 What needs the tokenizer or the environment (prompt, reward) is checked by the verifier process afterwards.
 """
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -12,7 +14,8 @@ from protocol.staleness import newest_version, oldest_version, staleness
 from protocol.tasks import assigned_task
 
 LOGPROB_FLOOR = -200.0
-"""A sampled token cannot be less likely than this: the largest noise is 17 (see `protocol.noise`) and logits are bounded."""
+"""A sampled token cannot be less likely than this: the largest noise is 17 (see `protocol.noise`) and logits
+are bounded."""
 
 
 def check_group(
@@ -36,10 +39,11 @@ def check_group(
         raise Refused(RefusalReason.WRONG_SAMPLING, "the sampling contract is not the run's")
     if spec.trust.require_seeded and not group.sampling.seeded:
         raise Refused(RefusalReason.WRONG_SAMPLING, "this run demands seeded sampling")
-    expected = assigned_task(spec.tasks, run_id, sender, group.policy, group.version, group.counter)
     if group.task.config_hash not in {task.config_hash for task in spec.tasks}:
-        raise Refused(RefusalReason.UNKNOWN_TASK, f"task {group.task.config_hash.hex()[:12]} is not in the run")
-    if group.task != expected:
+        raise Refused(
+            RefusalReason.UNKNOWN_TASK, f"task {group.task.config_hash.hex()[:12]} is not in the run"
+        )
+    if group.task != assigned_task(spec.tasks, run_id, sender, group.policy, group.version, group.counter):
         raise Refused(RefusalReason.WRONG_SEED, "the task is not the one assigned to this counter")
     size = spec.sampling.group_size
     if len(group.completions) != size or len(group.rewards) != size:
@@ -67,11 +71,14 @@ def _check_completion(
     completion: Completion, index: int, max_new_tokens: int, vocabulary_size: int | None
 ) -> None:
     if len(completion.tokens) % 4 or len(completion.tokens) != len(completion.logprobs):
-        raise Refused(RefusalReason.RAGGED_GROUP, f"completion {index}: tokens and log-probs differ in length")
+        raise Refused(
+            RefusalReason.RAGGED_GROUP, f"completion {index}: tokens and log-probs differ in length"
+        )
     tokens, logprobs = completion.token_array(), completion.logprob_array()
     if len(tokens) > max_new_tokens:
         raise Refused(
-            RefusalReason.BAD_TOKENS, f"completion {index}: {len(tokens)} tokens, the run allows {max_new_tokens}"
+            RefusalReason.BAD_TOKENS,
+            f"completion {index}: {len(tokens)} tokens, the run allows {max_new_tokens}",
         )
     if completion.finish == "length" and len(tokens) != max_new_tokens:
         raise Refused(RefusalReason.BAD_TOKENS, f"completion {index}: ended by length before the limit")
@@ -80,6 +87,13 @@ def _check_completion(
     if not np.isfinite(logprobs).all():
         raise Refused(RefusalReason.BAD_LOGPROBS, f"completion {index}: a log-prob is not finite")
     if (logprobs > 0).any() or (logprobs < LOGPROB_FLOOR).any():
-        raise Refused(RefusalReason.BAD_LOGPROBS, f"completion {index}: a log-prob is above 0 or below {LOGPROB_FLOOR}")
+        raise Refused(
+            RefusalReason.BAD_LOGPROBS, f"completion {index}: a log-prob is above 0 or below {LOGPROB_FLOOR}"
+        )
     if sum(run.count for run in completion.version_runs) != len(tokens):
-        raise Refused(RefusalReason.BAD_VERSIONS, f"completion {index}: version runs do not add up to the tokens")
+        raise Refused(
+            RefusalReason.BAD_VERSIONS, f"completion {index}: version runs do not add up to the tokens"
+        )
+    versions = [run.version for run in completion.version_runs]
+    if any(later <= earlier for earlier, later in pairwise(versions)):
+        raise Refused(RefusalReason.BAD_VERSIONS, f"completion {index}: versions do not ascend")

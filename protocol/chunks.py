@@ -31,9 +31,10 @@ def chunk_hash(chunk: bytes | memoryview) -> bytes:
 
 
 def state_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes | memoryview]]) -> bytes:
-    """Hash of tensors given as (name, dtype, shape, raw little-endian bytes), whatever order or file they come in.
+    """Hash of tensors given as (name, dtype, shape, raw little-endian bytes), in any order, from any files.
 
-    SHA-256 over the sorted list of (name, dtype, shape, SHA-256 of the bytes); dtype in safetensors' names ("BF16").
+    SHA-256 over the sorted list of (name, dtype, shape, SHA-256 of the bytes); dtype in safetensors' names
+    ("BF16").
     """
     entries = sorted(
         [name, dtype, list(shape), hashlib.sha256(data).digest()] for name, dtype, shape, data in tensors

@@ -1,7 +1,7 @@
-"""The signed envelope around every message: protocol version, run, kind, sender, sequence number, body, signature.
+"""The signed envelope around every message: version, run, kind, sender, sequence number, body, signature.
 
-A receiver checks size, then signature, then schema, then rules. The signature covers a domain-separated hash, so a
-signature made for another purpose, run or kind can never pass here.
+A receiver checks size, then signature, then schema, then rules. The signature covers a domain-separated hash,
+so a signature made for another purpose, run or kind can never pass here.
 """
 
 import hashlib
@@ -52,12 +52,20 @@ def open_envelope(
 
     Raises `Refused`: oversized, malformed, wrong_protocol, wrong_run, bad_signature.
     """
-    fields = decode(data, max_bytes)
-    if not isinstance(fields, list) or len(fields) != 7:
+    # So few values that nothing of substance is read before the signature.
+    fields = decode(data, max_bytes, max_values=16)
+    if not isinstance(fields, list) or not fields:
+        raise Refused(RefusalReason.MALFORMED, "an envelope is a list that starts with the protocol version")
+    version = fields[0]
+    # By type too: True and 1.0 equal 1, and would give one signature several envelopes.
+    if type(version) is not int or version != limits.PROTOCOL_VERSION:
+        shown = version if isinstance(version, int) else type(version).__name__
+        raise Refused(
+            RefusalReason.WRONG_PROTOCOL, f"version {shown}, this node speaks {limits.PROTOCOL_VERSION}"
+        )
+    if len(fields) != 7:
         raise Refused(RefusalReason.MALFORMED, "an envelope is a list of seven fields")
-    version, run, kind, sender, sequence, body, signature = fields
-    if version != limits.PROTOCOL_VERSION:
-        raise Refused(RefusalReason.WRONG_PROTOCOL, f"version {version}, this node speaks {limits.PROTOCOL_VERSION}")
+    run, kind, sender, sequence, body, signature = fields[1:]
     well_formed = (
         isinstance(run, bytes)
         and len(run) == 32
@@ -83,7 +91,8 @@ def open_envelope(
 
 @dataclass
 class ReplayWindow:
-    """Sequence numbers seen from one sender: each is accepted once, up to `REPLAY_WINDOW` behind the highest."""
+    """Sequence numbers seen from one sender: each is accepted once, up to `REPLAY_WINDOW` behind the
+    highest."""
 
     highest: int = -1
     seen_bits: int = 0

@@ -1,19 +1,24 @@
-"""A node's Ed25519 identity: a standard PKCS#8 PEM file, a 32-byte public key that is the node's name on the wire."""
+"""A node's Ed25519 identity: a standard PKCS#8 PEM file, and a public key that names the node on the wire."""
 
 import hashlib
 from typing import NewType
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 NodeKey = NewType("NodeKey", bytes)
 """Raw 32-byte Ed25519 public key."""
 
-_FIRST = "amber brave calm deft eager fair glad hardy icy jolly keen lucid merry noble olive proud quick rapid sunny tidy "
-_FIRST += "urban vivid warm young zesty ample bold crisp dusky early fresh"
-_SECOND = "adder bison crane dingo egret finch gecko heron ibis jackal koala lemur marten newt otter panda quail raven seal "
-_SECOND += "tapir urchin vole wren yak zebra alpaca badger cobra dove eagle ferret"
+_FIRST_WORDS = (
+    "amber brave calm deft eager fair glad hardy icy jolly keen lucid merry noble olive proud quick "
+    "rapid sunny tidy urban vivid warm young zesty ample bold crisp dusky early fresh"
+)
+_SECOND_WORDS = (
+    "adder bison crane dingo egret finch gecko heron ibis jackal koala lemur marten newt otter panda "
+    "quail raven seal tapir urchin vole wren yak zebra alpaca badger cobra dove eagle ferret"
+)
+_FIRST, _SECOND = _FIRST_WORDS.split(), _SECOND_WORDS.split()
 
 
 class IdentityError(ValueError):
@@ -38,7 +43,9 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "Identity":
-        """The identity of a 32-byte private seed (RFC 8032)."""
+        """The identity of a 32-byte private seed (RFC 8032). Raises `IdentityError` for another length."""
+        if len(seed) != 32:
+            raise IdentityError(f"an Ed25519 seed has 32 bytes, not {len(seed)}")
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
@@ -47,9 +54,14 @@ class Identity:
         try:
             private_key = serialization.load_pem_private_key(pem, password=None)
         except TypeError as error:
-            raise IdentityError("the key is encrypted with a passphrase; export it without one") from error
-        except ValueError as error:
-            raise IdentityError("not a PEM private key; expected PKCS#8 'BEGIN PRIVATE KEY'") from error
+            raise IdentityError(
+                "the key is encrypted with a passphrase; remove it with 'openssl pkey -in FILE -out NEW'"
+            ) from error
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise IdentityError(
+                "not a private key that can be used; expected Ed25519 as PKCS#8 PEM ('BEGIN PRIVATE KEY'); "
+                "make one with 'swarmnode init' or 'openssl genpkey -algorithm ed25519'"
+            ) from error
         if not isinstance(private_key, Ed25519PrivateKey):
             kind = type(private_key).__name__
             raise IdentityError(
@@ -89,5 +101,5 @@ def verify(key: bytes, message: bytes, signature: bytes) -> bool:
 def node_name(key: bytes) -> str:
     """A name for people, such as `keen-otter-3f9a`: two words and four hex digits of the key's hash."""
     digest = hashlib.sha256(b"swarmnode name\0" + key).digest()
-    first, second = _FIRST.split(), _SECOND.split()
-    return f"{first[digest[0] % len(first)]}-{second[digest[1] % len(second)]}-{digest[2:4].hex()}"
+    first, second = _FIRST[digest[0] % len(_FIRST)], _SECOND[digest[1] % len(_SECOND)]
+    return f"{first}-{second}-{digest[2:4].hex()}"

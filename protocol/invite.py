@@ -1,4 +1,4 @@
-"""The one string that lets a machine join a run: run id, seed addresses, and the private-network key if there is one."""
+"""The one string that lets a machine join a run: run id, seed addresses, and a private network's key."""
 
 import base64
 import binascii
@@ -33,17 +33,22 @@ def format_invite(invite: Invite) -> str:
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite; white space inside it (from a terminal's line breaks) is ignored. Raises `InviteError`."""
+    """Read an invite; white space inside it (from a terminal's line breaks) is ignored. Raises
+    `InviteError`."""
     compact = "".join(text.split())
     if not compact.startswith(_PREFIX):
         raise InviteError(f"an invite starts with '{_PREFIX}'; copy it whole from 'swarmnode invite'")
     try:
-        data = base64.b64decode(compact[len(_PREFIX) :] + "=" * (-len(compact[len(_PREFIX) :]) % 4), b"-_", validate=True)
+        data = base64.b64decode(
+            compact[len(_PREFIX) :] + "=" * (-len(compact[len(_PREFIX) :]) % 4), b"-_", validate=True
+        )
     except (binascii.Error, ValueError) as error:
         raise InviteError("the invite has characters that do not belong; copy it again, whole") from error
     checksum, body = data[:4], data[4:]
     if hashlib.sha256(body).digest()[:4] != checksum:
-        raise InviteError("the invite is incomplete or mistyped (its checksum is wrong); copy it again, whole")
+        raise InviteError(
+            "the invite is incomplete or mistyped (its checksum is wrong); copy it again, whole"
+        )
     try:
         return Invite.decode(body)
     except Refused as refused:

@@ -7,7 +7,8 @@ PROTOCOL_VERSION = 1
 """Changes when a node of the old version could misread a message of the new one."""
 
 MAX_ENVELOPE_BYTES = 4 * 1024 * 1024
-"""Largest signed message. A group of 64 completions of 4,096 tokens is 2.1 MB; chunks do not travel in envelopes."""
+"""Largest signed message. A group of 64 completions of 4,096 tokens is 2.1 MB; chunks do not travel in
+envelopes."""
 
 MAX_ANNOUNCEMENT_BYTES = 8 * 1024
 """Largest gossip message. Gossip reaches every node, so it carries names of things and never the things."""
@@ -17,14 +18,15 @@ MAX_CHUNK_BYTES = 4 * 1024 * 1024
 
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 
-MAX_CHUNKS = 262_144
-"""Chunks in one manifest: 1 TiB of weights at the largest chunk size."""
+MAX_CHUNKS = 120_000
+"""Chunks in one manifest (34 bytes each, so that it fits an envelope): 468 GiB of weights at the largest
+chunk size."""
 
 MAX_DEPTH = 12
 """Nesting of maps and lists in one message."""
 
-MAX_ITEMS = 600_000
-"""Entries of one list or map after decoding."""
+MAX_VALUES = 160_000
+"""Values in one message: scalars, keys, lists and maps together. Bounds the memory and time of decoding."""
 
 MAX_NAME_CHARS = 64
 MAX_ADDRESS_CHARS = 256
@@ -35,7 +37,7 @@ MAX_PEERS_PER_REPLY = 64
 
 MAX_GROUP_SIZE = 64
 MAX_COMPLETION_TOKENS = 32_768
-MAX_VERSION_RUNS = 1_024
+MAX_VERSION_RUNS = 256
 """Weight changes inside one completion."""
 MAX_TEXT_CHARS = 262_144
 MAX_TOKEN_ID = 2**31 - 1
@@ -43,6 +45,8 @@ MAX_VERSION = 2**40
 MAX_COUNTER = 2**40
 MAX_SEQUENCE = 2**63 - 1
 MAX_PROBE_TOKENS = 64
+MAX_MAGNITUDE = 1e12
+"""Largest absolute value of a number in a message: sums and squares of such numbers stay finite."""
 
 TRAIN_SEED_LIMIT = 2**31
 """Training seeds lie in [0, 2^31)."""

@@ -1,20 +1,20 @@
 """Every message of the wire. The kind of an envelope names the class of its body (`KINDS`)."""
 
 import hashlib
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from protocol import limits
-from protocol.base import Address, Counter, Digest, Finite, Key, Message, Name, Rate, Version
+from protocol.base import Address, Counter, Digest, Finite, Key, Message, Name, Rate, ShortText, Version
 from protocol.tasks import TaskRef
+
+TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKEN_ID)]
 
 Role = Literal["learner", "worker", "relay", "peer"]
 """`peer` is a node that is the learner and the worker of its own policy (preset `swarm`)."""
-
-ShortText = Annotated[str, Field(max_length=512)]
 
 
 class PolicyProgress(Message):
@@ -22,7 +22,7 @@ class PolicyProgress(Message):
 
     policy: Key
     version: Version
-    served_versions: Annotated[list[Version], Field(max_length=64)] = []
+    served_versions: Annotated[list[Version], Field(max_length=64)] = Field(default_factory=list)
     """Versions whose chunks this node can serve."""
 
 
@@ -32,8 +32,8 @@ class Hello(Message):
     name: Name
     role: Role
     software: Name
-    addresses: Annotated[list[Address], Field(max_length=limits.MAX_ADDRESSES)] = []
-    policies: Annotated[list[PolicyProgress], Field(max_length=16)] = []
+    addresses: Annotated[list[Address], Field(max_length=limits.MAX_ADDRESSES)] = Field(default_factory=list)
+    policies: Annotated[list[PolicyProgress], Field(max_length=16)] = Field(default_factory=list)
 
 
 class Presence(Hello):
@@ -113,6 +113,7 @@ class Completion(Message):
     logprobs: Annotated[bytes, Field(min_length=4, max_length=4 * limits.MAX_COMPLETION_TOKENS)]
     """float32 behavior log-probs, one per token, of the distribution sampled from (after temperature)."""
     version_runs: Annotated[list[VersionRun], Field(min_length=1, max_length=limits.MAX_VERSION_RUNS)]
+    """In the order of the tokens; each run is of a newer version than the one before."""
     finish: Literal["stop", "length"]
     text: Annotated[str, Field(max_length=limits.MAX_TEXT_CHARS)] | None = None
     """Decoded text, for receivers with another tokenizer."""
@@ -126,7 +127,8 @@ class Completion(Message):
         finish: Literal["stop", "length"],
         text: str | None = None,
     ) -> Self:
-        """From plain lists: ids and log-probs of equal length T; `version_runs` as (version, count) summing to T."""
+        """From plain lists: ids and log-probs of equal length T; `version_runs` as (version, count) summing
+        to T."""
         return cls(
             tokens=np.asarray(token_ids, dtype="<u4").tobytes(),
             logprobs=np.asarray(logprobs, dtype="<f4").tobytes(),
@@ -136,16 +138,19 @@ class Completion(Message):
         )
 
     def token_array(self) -> npt.NDArray[np.uint32]:
-        """Token ids, shape [T]."""
+        """Token ids, shape [T]. Raises ValueError for ragged bytes, which `protocol.admission` refuses."""
         return np.frombuffer(self.tokens, dtype="<u4")
 
     def logprob_array(self) -> npt.NDArray[np.float32]:
-        """Behavior log-probs, shape [T]."""
+        """Behavior log-probs, shape [T]. Raises ValueError for ragged bytes, which `protocol.admission`
+        refuses."""
         return np.frombuffer(self.logprobs, dtype="<f4")
 
 
 class RolloutGroup(Message):
     """One prompt, G completions: the unit of exchange. Its sender is the envelope's."""
+
+    max_values: ClassVar[int] = limits.MAX_VALUES
 
     task: TaskRef
     policy: Key
@@ -190,7 +195,9 @@ class GroupRequest(Message):
 
 
 class GroupReply(Message):
-    groups: Annotated[list[Annotated[bytes, Field(max_length=limits.MAX_ENVELOPE_BYTES)]], Field(max_length=16)]
+    groups: Annotated[
+        list[Annotated[bytes, Field(max_length=limits.MAX_ENVELOPE_BYTES)]], Field(max_length=16)
+    ]
 
 
 class GroupPush(Message):
@@ -230,14 +237,25 @@ class Credit(Message):
 
 
 class Probe(Message):
-    """A forward pass to check a loaded version by: log-prob of each token after the first, given those before it."""
+    """A forward pass to check a loaded version by: log-prob of each token after the first, given those before
+    it."""
 
-    tokens: Annotated[list[int], Field(min_length=2, max_length=limits.MAX_PROBE_TOKENS)]
-    logprobs: Annotated[list[Finite], Field(min_length=1, max_length=limits.MAX_PROBE_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(min_length=2, max_length=limits.MAX_PROBE_TOKENS)]
+    logprobs: Annotated[list[Finite], Field(min_length=1, max_length=limits.MAX_PROBE_TOKENS - 1)]
+
+    @model_validator(mode="after")
+    def _one_logprob_per_transition(self) -> Self:
+        if len(self.logprobs) != len(self.tokens) - 1:
+            raise ValueError(
+                f"{len(self.logprobs)} log-probs for {len(self.tokens)} tokens, one fewer is needed"
+            )
+        return self
 
 
 class Manifest(Message):
     """The learner's signed description of one published version."""
+
+    max_values: ClassVar[int] = limits.MAX_VALUES
 
     policy: Key
     version: Version
@@ -246,7 +264,7 @@ class Manifest(Message):
     """The version a delta applies to."""
     size_bytes: Annotated[int, Field(ge=1)]
     chunk_size: Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES)]
-    chunks: Annotated[list[Digest], Field(min_length=1, max_length=limits.MAX_CHUNKS)]
+    chunks: Annotated[list[Digest], Field(min_length=1, max_length=limits.MAX_CHUNKS), FailFast()]
     state_hash: Digest
     probe: Probe | None = None
 
@@ -254,9 +272,13 @@ class Manifest(Message):
     def _consistent(self) -> Self:
         expected = -(-self.size_bytes // self.chunk_size)
         if len(self.chunks) != expected:
-            raise ValueError(f"{len(self.chunks)} chunks named, {expected} needed for {self.size_bytes} bytes")
+            raise ValueError(
+                f"{len(self.chunks)} chunks named, {expected} needed for {self.size_bytes} bytes"
+            )
         if (self.kind == "delta") != (self.parent is not None):
             raise ValueError("a delta names its parent and a snapshot has none")
+        if self.parent is not None and self.parent >= self.version:
+            raise ValueError(f"version {self.version} cannot apply to version {self.parent}")
         return self
 
 

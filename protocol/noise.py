@@ -1,10 +1,11 @@
 """Seeded Gumbel noise: the same numbers on every device, for any (group seed, completion, position, token).
 
 Philox4x32-10 (Salmon et al., 2011) makes 32 random bits per token: key = the group seed's low and high words,
-counter = (token // 4, position, completion, 0), lane = token % 4. The top 23 bits become a uniform number
-u = (bits + 0.5) / 2^23, exact in float32, and the noise is -log(-log(u)) with `log` evaluated by a fixed sequence of
-float32 additions and multiplications. Each is correctly rounded by IEEE 754, so NumPy, PyTorch on a CPU and PyTorch
-on a GPU agree to the last bit, as long as no compiler fuses a multiplication with an addition. Largest value: 16.64.
+counter = (token // 4, position, completion, 0), lane = token % 4. The top 23 bits become a uniform number u =
+(bits + 0.5) / 2^23, exact in float32, and the noise is -log(-log(u)) with `log` evaluated by a fixed sequence
+of float32 additions and multiplications. Each is correctly rounded by IEEE 754, so NumPy, PyTorch on a CPU
+and PyTorch on a GPU agree to the last bit, as long as no compiler fuses a multiplication with an addition.
+Largest value: 16.64.
 """
 
 import numpy as np
@@ -36,7 +37,9 @@ LOG_COEFFICIENTS = tuple(
 Words = npt.NDArray[np.uint64]
 
 
-def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+def philox(
+    counter: tuple[Words, Words, Words, Words], key: tuple[int, int]
+) -> tuple[Words, Words, Words, Words]:
     """Ten rounds of Philox4x32 on arrays of 32-bit words held in uint64."""
     low_mask = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
@@ -69,7 +72,8 @@ def random_bits(group_seed: int, completion: int, position: int, vocabulary_size
 
 
 def exact_log(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Natural logarithm of positive normal float32 by exactly rounded operations only (error below 1e-7 relative)."""
+    """Natural logarithm of positive normal float32 by exactly rounded operations only (error below 1e-7
+    relative)."""
     bits = values.view(np.int32)
     # Split into exponent and a mantissa in [sqrt(1/2), sqrt(2)).
     exponent = (bits >> 23) - 126
@@ -93,10 +97,10 @@ def exact_log(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def gumbel_noise(
     group_seed: int, completion: int, position: int, vocabulary_size: int
 ) -> npt.NDArray[np.float32]:
-    """Standard Gumbel noise for every token id at one position of one completion, float32 of shape [vocabulary_size].
+    """Standard Gumbel noise of every token id at one position of one completion: float32 [vocabulary_size].
 
-    `group_seed` is 64 bits (`protocol.tasks.group_seed`); `completion` the index in the group; `position` counts
-    generated tokens from 0.
+    `group_seed` is 64 bits (`protocol.tasks.group_seed`); `completion` the index in the group; `position`
+    counts generated tokens from 0.
     """
     bits = random_bits(group_seed, completion, position, vocabulary_size)
     uniform = ((bits >> np.uint64(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)

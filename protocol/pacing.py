@@ -1,4 +1,4 @@
-"""Credit: how many groups a learner lets a worker generate, so that little is ever produced to be thrown away."""
+"""Credit: how many groups a learner lets a worker generate, so that little is produced to be thrown away."""
 
 from dataclasses import dataclass
 
@@ -29,10 +29,11 @@ class Grant:
 def grant_credit(state: PacingState, worker_version: int, wanted: int) -> Grant:
     """Grant up to `wanted` groups.
 
-    A group granted now stands behind `waiting + outstanding` others, so it is consumed about
-    (waiting + outstanding) // R updates from now; its staleness then is that plus the worker's lag. The grant ends
-    where this would exceed the bound S, and where `pacing_batches` batches exist already. This is AReaL's admission
-    rule ((S + version + 1) * R - produced), written in what exists now, so that a resumed learner needs no counters.
+    A group granted now stands behind `waiting + outstanding` others, so it is consumed about (waiting +
+    outstanding) // R updates from now; its staleness then is that plus the worker's lag. The grant ends where
+    this would exceed the bound S, and where `pacing_batches` batches exist already. This is AReaL's admission
+    rule ((S + version + 1) * R - produced), written in what exists now, so that a resumed learner needs no
+    counters.
     """
     lag = state.version - worker_version
     if lag < 0:

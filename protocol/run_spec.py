@@ -1,7 +1,7 @@
-"""The signed description of a run. Its hash is the run id, so nothing in it can change without becoming another run."""
+"""The signed description of a run. Its hash is the run id: whoever changes anything has another run."""
 
 import hashlib
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,11 +10,15 @@ from protocol.base import Digest, Key, Message, Name
 from protocol.messages import SamplingContract
 from protocol.tasks import TaskSpec
 
+MAX_GROUP_ARRAY_BYTES = limits.MAX_ENVELOPE_BYTES - 512 * 1024
+"""Tokens and log-probs of the largest group of a run: the rest of the envelope is for everything else."""
+
 
 class Asset(Message):
     """A small file of the base model (configuration, tokenizer), served by chunk like weights."""
 
-    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.(json|jinja|txt|model)$")]
+    """A plain file name with the ending of data: nothing that a loader could execute or unpickle."""
     size_bytes: Annotated[int, Field(ge=0, le=256 * 1024 * 1024)]
     chunks: Annotated[list[Digest], Field(max_length=256)]
 
@@ -25,6 +29,16 @@ class BaseModelRef(Message):
     name: Annotated[str, Field(min_length=1, max_length=limits.MAX_ADDRESS_CHARS)]
     assets: Annotated[list[Asset], Field(max_length=limits.MAX_ASSETS)]
     chunk_size: Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES)] = limits.DEFAULT_CHUNK_BYTES
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len({asset.path for asset in self.assets}) != len(self.assets):
+            raise ValueError("two assets have the same path")
+        for asset in self.assets:
+            expected = -(-asset.size_bytes // self.chunk_size)
+            if len(asset.chunks) != expected:
+                raise ValueError(f"{asset.path}: {len(asset.chunks)} chunks named, {expected} needed")
+        return self
 
 
 class AlgorithmSpec(Message):
@@ -54,6 +68,8 @@ class TrustRules(Message):
 class RunSpec(Message):
     """One post-training effort."""
 
+    max_values: ClassVar[int] = limits.MAX_VALUES
+
     name: Name
     nonce: Annotated[bytes, Field(min_length=16, max_length=16)]
     preset: Literal["fleet", "swarm"]
@@ -73,7 +89,7 @@ class RunSpec(Message):
     """How many batches of groups a learner lets exist (waiting or being generated) at once."""
     algorithm: AlgorithmSpec = Field(default_factory=AlgorithmSpec)
     trust: TrustRules = Field(default_factory=TrustRules)
-    learners: Annotated[list[Key], Field(max_length=1024)] = []
+    learners: Annotated[list[Key], Field(max_length=1024)] = Field(default_factory=list)
     """Keys that may publish weights. Empty: every node may have a policy of its own (preset `swarm`)."""
 
     @model_validator(mode="after")
@@ -86,6 +102,21 @@ class RunSpec(Message):
             raise ValueError("preset 'fleet' has one policy, so external_groups must be 0")
         if len({task.config_hash for task in self.tasks}) != len(self.tasks):
             raise ValueError("two tasks are the same")
+        if self.publish_every > self.max_staleness + 1:
+            raise ValueError(
+                f"publish_every = {self.publish_every} would leave workers more than max_staleness = "
+                f"{self.max_staleness} behind, so nothing could be trained on; at most max_staleness + 1"
+            )
+        if self.sampling.top_p != 1 or self.sampling.top_k != 0:
+            raise ValueError("shared rollouts are sampled untruncated: top_p = 1, top_k = 0")
+        if self.trust.require_seeded and not self.sampling.seeded:
+            raise ValueError("trust.require_seeded needs sampling.seeded")
+        largest = 8 * self.sampling.group_size * self.sampling.max_new_tokens
+        if largest > MAX_GROUP_ARRAY_BYTES:
+            raise ValueError(
+                f"a group of {self.sampling.group_size} completions of {self.sampling.max_new_tokens} tokens "
+                f"can take {largest} bytes, too much for a message; at most {MAX_GROUP_ARRAY_BYTES // 8} tokens"
+            )
         return self
 
     @property

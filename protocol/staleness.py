@@ -1,4 +1,4 @@
-"""Staleness, defined once: consuming version minus the oldest version that generated any token of the group."""
+"""Staleness, defined once: consuming version minus the oldest version that made any token of the group."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,8 @@ def newest_version(group: RolloutGroup) -> int:
 
 
 def staleness(consuming_version: int, oldest: int) -> int:
-    """How many versions behind. `consuming_version` is the learner's version before the update that uses the group."""
+    """How many versions behind. `consuming_version` is the learner's version before the update that uses the
+    group."""
     return consuming_version - oldest
 
 
@@ -30,8 +31,6 @@ def deadline(oldest: int, max_staleness: int) -> int:
     return oldest + max_staleness
 
 
-def expired(
-    groups: Iterable[tuple[bytes, int]], consuming_version: int, max_staleness: int
-) -> list[bytes]:
+def expired(groups: Iterable[tuple[bytes, int]], consuming_version: int, max_staleness: int) -> list[bytes]:
     """Ids of the (id, oldest version) pairs that can never be consumed any more."""
     return [name for name, oldest in groups if deadline(oldest, max_staleness) < consuming_version]

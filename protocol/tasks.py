@@ -1,7 +1,7 @@
 """Which prompt a worker must answer: task references, and seeds that nobody can choose.
 
-The task and its seed follow from (run, node, policy, version, counter) by hashing, so a worker cannot pick easy
-prompts, and a receiver rebuilds prompt and truth itself.
+The task and its seed follow from (run, node, policy, version, counter) by hashing, so a worker cannot pick
+easy prompts, and a receiver rebuilds prompt and truth itself.
 """
 
 import hashlib
@@ -15,7 +15,8 @@ from protocol.encoding import encode
 
 
 class TaskSpec(Message):
-    """One family of tasks in a run: an environment, a family name, its configuration, and how often to draw it."""
+    """One family of tasks in a run: an environment, a family name, its configuration, and how often to draw
+    it."""
 
     environment: Name
     name: Name
@@ -47,12 +48,21 @@ def _derive(purpose: bytes, run_id: bytes, node: bytes, policy: bytes, version: 
     return hashlib.sha256(b"swarmnode/1 " + purpose + b"\0" + fields).digest()
 
 
+def _total_weight(tasks: list[TaskSpec]) -> float:
+    """Added one after the other in double precision: `sum` compensates rounding since Python 3.12, and nodes
+    differ."""
+    total = 0.0
+    for task in tasks:
+        total += task.weight
+    return total
+
+
 def assigned_task(
     tasks: list[TaskSpec], run_id: bytes, node: bytes, policy: bytes, version: int, counter: int
 ) -> TaskRef:
     """The task of a node's `counter`-th group for `policy` at `version`. Families are drawn by weight."""
     digest = _derive(b"task", run_id, node, policy, version, counter)
-    point = int.from_bytes(digest[:6], "big") / 2**48 * sum(task.weight for task in tasks)
+    point = int.from_bytes(digest[:6], "big") / 2**48 * _total_weight(tasks)
     chosen = tasks[-1]
     for task in tasks:
         point -= task.weight
@@ -69,8 +79,9 @@ def group_seed(run_id: bytes, node: bytes, policy: bytes, version: int, counter:
 
 
 def held_out_tasks(tasks: list[TaskSpec], count: int) -> list[TaskRef]:
-    """`count` evaluation tasks on held-out seeds, families in proportion to their weights, the same for everyone."""
-    total = sum(task.weight for task in tasks)
+    """`count` evaluation tasks on held-out seeds, families in proportion to their weights, the same for
+    everyone."""
+    total = _total_weight(tasks)
     refs: list[TaskRef] = []
     drawn = [0.0] * len(tasks)
     for index in range(count):
