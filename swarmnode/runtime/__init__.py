@@ -1,0 +1,1 @@
+"""The node process: roles, weights, children, state. Trio throughout; torch never enters it."""

@@ -1,0 +1,146 @@
+"""How nodes of preset `swarm` learn from each other: announce own groups, pull a random few of others', serve on request."""
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+
+import trio
+
+from peers.base import PeerId, TransportError
+from peers.swarm import Swarm
+from protocol.envelope import open_envelope
+from protocol.identity import node_name
+from protocol.messages import (
+    GroupReply,
+    GroupRequest,
+    Message,
+    Receipt,
+    RolloutAnnouncement,
+    RolloutGroup,
+    group_id,
+)
+from protocol.refusals import RefusalReason, Refused
+from swarmnode.config import SharingConfig
+from swarmnode.runtime.learner_role import LearnerRole
+from swarmnode.runtime.store_thread import StoreThread
+
+log = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 512
+"""Announced groups remembered; the oldest is forgotten first."""
+PULL_TIMEOUT_S = 10.0
+LOOK_AGAIN_S = 0.5
+MAX_REPLY_BYTES = 3 * 1024 * 1024
+
+
+class Sharing:
+    """Pulls only what is sampled, never everything that everyone makes: that keeps traffic flat in the number of nodes.
+
+    A pulled group must be signed by the node that announced it, and is scored by this node's own environment.
+    """
+
+    def __init__(
+        self,
+        *,
+        swarm: Swarm,
+        store: StoreThread,
+        learner: LearnerRole,
+        external_groups: int,
+        config: SharingConfig,
+        on_refusal: Callable[[bytes, RefusalReason, str], None],
+        seed: int,
+    ) -> None:
+        self.pulled = 0
+        self.uninformative = 0
+        self._swarm = swarm
+        self._store = store
+        self._learner = learner
+        self._target = external_groups * config.candidates_per_group
+        self._config = config
+        self._on_refusal = on_refusal
+        self._random = random.Random(seed)
+        self._candidates: OrderedDict[bytes, RolloutAnnouncement] = OrderedDict()
+        swarm.serve("group_request", self._serve)
+
+    async def share(self, envelope: bytes, group: RolloutGroup, receipt: Receipt) -> None:
+        """Announce an own group that this node's learner accepted."""
+        informative = max(group.rewards) > min(group.rewards)
+        if not receipt.accepted or self._config.announce == "none":
+            return
+        if self._config.announce == "informative" and not informative:
+            return
+        announcement = RolloutAnnouncement(
+            group=receipt.group,
+            policy=group.policy,
+            version=group.version,
+            size_bytes=len(envelope),
+            mean_reward=sum(group.rewards) / len(group.rewards),
+            informative=informative,
+        )
+        try:
+            await self._swarm.announce(announcement)
+        except TransportError as error:
+            log.info("a group was not announced: %s", error)
+
+    async def listen(self) -> None:
+        """Remember what others announce, until cancelled."""
+        async for author, message in self._swarm.announcements("rollout_announcement"):
+            assert isinstance(message, RolloutAnnouncement)
+            if message.policy != author:
+                self._on_refusal(author, RefusalReason.UNKNOWN_POLICY, "announced a group of a policy not its own")
+                continue
+            self._candidates[message.group] = message
+            while len(self._candidates) > MAX_CANDIDATES:
+                self._candidates.popitem(last=False)
+
+    async def pull(self) -> None:
+        """Keep enough external groups ready for the learner, until cancelled."""
+        while True:
+            connected = self._swarm.transport.connected_peers()
+            reachable = [
+                announcement
+                for announcement in self._candidates.values()
+                if PeerId(announcement.policy) in connected
+            ]
+            if self._learner.waiting_external >= self._target or not reachable:
+                await trio.sleep(LOOK_AGAIN_S)
+                continue
+            chosen = self._random.choice(reachable)
+            del self._candidates[chosen.group]
+            try:
+                await self._pull_one(chosen)
+            except Refused as refused:
+                if refused.reason not in (RefusalReason.NOT_FOUND, RefusalReason.BUSY):
+                    self._on_refusal(chosen.policy, refused.reason, refused.detail)
+            except TransportError as error:
+                log.info("group %s of %s: %s", chosen.group.hex()[:12], node_name(chosen.policy), error)
+
+    async def _pull_one(self, announcement: RolloutAnnouncement) -> None:
+        reply = await self._swarm.call(
+            PeerId(announcement.policy),
+            GroupRequest(groups=[announcement.group]),
+            timeout_s=PULL_TIMEOUT_S,
+            expect=GroupReply,
+        )
+        for encoded in reply.groups:
+            envelope = open_envelope(encoded, run_id=self._swarm.run_id)
+            if envelope.kind != "rollout_group" or envelope.sender != announcement.policy:
+                raise Refused(RefusalReason.WRONG_SENDER, "the group is not signed by the node that announced it")
+            if group_id(envelope.sender, envelope.body) != announcement.group:
+                raise Refused(RefusalReason.WRONG_HASH, "the group is not the one that was announced")
+            self.pulled += 1
+            if not await self._learner.receive_external(envelope):
+                self.uninformative += 1
+
+    async def _serve(self, sender: PeerId, message: Message) -> tuple[str, Message]:
+        assert isinstance(message, GroupRequest)
+        found = await self._store.run(lambda store: store.envelopes(message.groups))
+        if not found:
+            raise Refused(RefusalReason.NOT_FOUND, "none of these groups is held here")
+        reply: list[bytes] = []
+        for encoded in found:
+            if sum(map(len, reply)) + len(encoded) > MAX_REPLY_BYTES:
+                break
+            reply.append(encoded)
+        return "group_reply", GroupReply(groups=reply)

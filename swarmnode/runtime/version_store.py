@@ -1,0 +1,153 @@
+"""The weight versions and model files that this node has on disk, findable by manifest and by chunk hash."""
+
+import logging
+import mmap
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.chunks import chunk_hashes, chunk_ranges
+from protocol.envelope import Envelope, open_envelope
+from protocol.messages import Manifest, Probe
+from protocol.refusals import Refused
+from protocol.run_spec import Asset, RunSpec
+from swarmnode.data_directory import atomic_write
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "model.safetensors"
+MANIFEST_NAME = "manifest.msgpack"
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A complete version on disk, with the learner's signed manifest."""
+
+    manifest: Manifest
+    envelope: Envelope
+    weights_path: Path
+
+
+@dataclass(frozen=True)
+class _Place:
+    path: Path
+    start: int
+    end: int
+
+
+def version_directory(policies_path: Path, policy: bytes, version: int) -> Path:
+    """Where a version of a policy lives."""
+    return policies_path / policy.hex()[:16] / f"v{version}"
+
+
+class VersionStore:
+    """Serves chunks (a `ChunkStore` of peers/) and manifests; versions come from the learner process or from peers."""
+
+    def __init__(self, policies_path: Path, run_id: bytes) -> None:
+        self._policies_path = policies_path
+        self._run_id = run_id
+        self._versions: dict[tuple[bytes, int], StoredVersion] = {}
+        self._places: dict[bytes, _Place] = {}
+
+    def scan(self) -> None:
+        """Find the complete versions of an earlier start; what is not complete is left to be resumed."""
+        for path in sorted(self._policies_path.glob(f"*/v*/{MANIFEST_NAME}")):
+            weights = path.with_name(WEIGHTS_NAME)
+            try:
+                envelope = open_envelope(path.read_bytes(), run_id=self._run_id)
+                manifest = Manifest.decode(envelope.body)
+            except (OSError, Refused) as error:
+                log.warning("%s: ignored, not a manifest of this run (%s)", path, error)
+                continue
+            if weights.exists() and weights.stat().st_size == manifest.size_bytes:
+                self.add(manifest, envelope, weights)
+
+    def add(self, manifest: Manifest, envelope: Envelope, weights_path: Path) -> StoredVersion:
+        """Register a verified version whose weights are at `weights_path`."""
+        stored = StoredVersion(manifest, envelope, weights_path)
+        self._versions[manifest.policy, manifest.version] = stored
+        ranges = chunk_ranges(manifest.size_bytes, manifest.chunk_size)
+        for chunk, (start, end) in zip(manifest.chunks, ranges, strict=True):
+            self._places[chunk] = _Place(weights_path, start, end)
+        return stored
+
+    def save_manifest(self, stored: StoredVersion) -> None:
+        """Write the manifest beside the weights, so that the version is found after a restart."""
+        atomic_write(stored.weights_path.with_name(MANIFEST_NAME), stored.envelope.encoded)
+
+    def add_assets(self, model_path: Path, assets: list[Asset], chunk_size: int) -> None:
+        """Serve the base model's small files."""
+        for asset in assets:
+            ranges = chunk_ranges(asset.size_bytes, chunk_size)
+            for chunk, (start, end) in zip(asset.chunks, ranges, strict=True):
+                self._places[chunk] = _Place(model_path / asset.path, start, end)
+
+    def get(self, policy: bytes, version: int | None) -> StoredVersion | None:
+        """One version of a policy, or the newest held."""
+        if version is not None:
+            return self._versions.get((policy, version))
+        held = self.versions(policy)
+        return self._versions[policy, held[-1]] if held else None
+
+    def versions(self, policy: bytes) -> list[int]:
+        """Versions held of a policy, ascending."""
+        return sorted(version for owner, version in self._versions if owner == policy)
+
+    def retain(self, policy: bytes, keep: int) -> None:
+        """Delete all but the newest `keep` versions of a policy."""
+        for version in self.versions(policy)[:-keep]:
+            stored = self._versions.pop((policy, version))
+            for chunk in stored.manifest.chunks:
+                place = self._places.get(chunk)
+                if place is not None and place.path == stored.weights_path:
+                    del self._places[chunk]
+            shutil.rmtree(stored.weights_path.parent, ignore_errors=True)
+
+    def has(self, chunk: bytes) -> bool:
+        """Whether a chunk can be served."""
+        return chunk in self._places
+
+    def read(self, chunk: bytes, offset: int) -> bytes | None:
+        """A chunk's bytes from `offset` on; None when it is not (or no longer) here."""
+        place = self._places.get(chunk)
+        if place is None:
+            return None
+        try:
+            with open(place.path, "rb") as file:
+                return os.pread(file.fileno(), max(0, place.end - place.start - offset), place.start + offset)
+        except OSError:
+            self._places.pop(chunk, None)
+            return None
+
+
+def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | None:
+    """A manifest's probe as the rollout process wants it."""
+    return None if probe is None else {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}
+
+
+def file_assets(model_path: Path, chunk_size: int) -> list[Asset]:
+    """The files beside the weights that a node needs to run the model: configuration, tokenizer, template."""
+    wanted = sorted(
+        path for path in model_path.iterdir() if path.suffix in {".json", ".jinja", ".model", ".txt"} and path.is_file()
+    )
+    assets = []
+    for path in wanted:
+        if path.name.endswith(".index.json") or path.name == "README.txt":
+            continue
+        with open(path, "rb") as file:
+            size = path.stat().st_size
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            assets.append(Asset(path=path.name, size_bytes=size, chunks=chunk_hashes(data, chunk_size)))
+    return assets
+
+
+def assets_match(model_path: Path, assets: list[Asset], chunk_size: int) -> bool:
+    """Whether a folder holds exactly these files."""
+    for asset in assets:
+        path = model_path / asset.path
+        if not path.is_file() or path.stat().st_size != asset.size_bytes:
+            return False
+        if chunk_hashes(path.read_bytes(), chunk_size) != asset.chunks:
+            return False
+    return True

@@ -1,0 +1,152 @@
+"""Follows a policy's published versions: hears of a new one, fetches its manifest and chunks, verifies, hands it over."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from peers.base import PeerId, TransportError
+from peers.chunk_exchange import ChunkExchange, DownloadFailed
+from peers.file_assembly import FileAssembly
+from peers.swarm import Swarm
+from protocol.envelope import Envelope, open_envelope
+from protocol.messages import Manifest, ManifestRequest, Message, SignedReply
+from protocol.refusals import RefusalReason, Refused
+from protocol.run_spec import RunSpec
+from swarmnode.runtime.safetensors_file import BadSafetensors, file_state_hash
+from swarmnode.runtime.version_store import WEIGHTS_NAME, StoredVersion, VersionStore, version_directory
+
+log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""Gossip is lossy: look for a newer version this often even when nothing is heard."""
+MANIFEST_TIMEOUT_S = 10.0
+
+
+def serve_manifests(swarm: Swarm, versions: VersionStore) -> None:
+    """Answer manifest requests from what is on disk."""
+
+    async def handle(sender: PeerId, message: Message) -> tuple[str, Message]:
+        assert isinstance(message, ManifestRequest)
+        stored = versions.get(message.policy, message.version)
+        if stored is None:
+            raise Refused(RefusalReason.NOT_FOUND, "no such version is held here")
+        return "signed_reply", SignedReply(envelope=stored.envelope.encoded)
+
+    swarm.serve("manifest_request", handle)
+
+
+class WeightFollower:
+    """Keeps the newest version of one policy on disk.
+
+    Promises: a version is handed over only when its manifest is signed by the policy's learner, every chunk has its
+    hash and the tensors have the state hash; versions only move forward; a failed download changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: bytes,
+        spec: RunSpec,
+        swarm: Swarm,
+        exchange: ChunkExchange,
+        versions: VersionStore,
+        policies_path: Path,
+        holders: Callable[[int | None], list[PeerId]],
+        on_version: Callable[[StoredVersion], None],
+        on_event: Callable[[str, str], None],
+        on_refusal: Callable[[bytes, RefusalReason, str], None],
+    ) -> None:
+        self.newest_heard: int | None = None
+        self._policy = policy
+        self._spec = spec
+        self._swarm = swarm
+        self._exchange = exchange
+        self._versions = versions
+        self._policies_path = policies_path
+        self._holders = holders
+        self._on_version = on_version
+        self._on_event = on_event
+        self._on_refusal = on_refusal
+        self._news = trio.Event()
+
+    def heard_of(self, version: int) -> None:
+        """Somebody says that `version` exists; it is believed only once its manifest is seen."""
+        if self.newest_heard is None or version > self.newest_heard:
+            self.newest_heard = version
+            self._news.set()
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        held = self._versions.get(self._policy, None)
+        if held is not None:
+            self._on_version(held)
+        while True:
+            with trio.move_on_after(POLL_S):
+                await self._news.wait()
+            self._news = trio.Event()
+            try:
+                await self._catch_up()
+            except DownloadFailed as error:
+                self._on_event("warning", f"a version could not be fetched and will be tried again: {error}")
+            except OSError as error:
+                self._on_event("error", f"cannot write weights below {self._policies_path}: {error}")
+
+    async def _catch_up(self) -> None:
+        found = await self._newest_manifest()
+        if found is None:
+            return
+        manifest, envelope = found
+        held = self._versions.versions(self._policy)
+        if held and manifest.version <= held[-1]:
+            return
+        directory = version_directory(self._policies_path, self._policy, manifest.version)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / WEIGHTS_NAME
+        ranges = [
+            min(manifest.chunk_size, manifest.size_bytes - index * manifest.chunk_size)
+            for index in range(len(manifest.chunks))
+        ]
+        assembly = FileAssembly(path, list(zip(manifest.chunks, ranges, strict=True)))
+        await self._exchange.download(assembly, providers=lambda: self._holders(manifest.version))
+        try:
+            actual = await trio.to_thread.run_sync(file_state_hash, path)
+        except BadSafetensors as error:
+            actual = b""
+            log.warning("%s", error)
+        if actual != manifest.state_hash:
+            path.unlink(missing_ok=True)
+            self._on_refusal(self._policy, RefusalReason.WRONG_HASH, f"version {manifest.version}: state hash differs")
+            self._on_event("error", f"version {manifest.version} does not have its state hash: discarded, the old stays")
+            return
+        stored = self._versions.add(manifest, envelope, path)
+        await trio.to_thread.run_sync(self._versions.save_manifest, stored)
+        self._versions.retain(self._policy, self._spec.max_staleness + 2)
+        self._on_version(stored)
+
+    async def _newest_manifest(self) -> tuple[Manifest, Envelope] | None:
+        best: tuple[Manifest, Envelope] | None = None
+        for peer in self._holders(self.newest_heard)[:3]:
+            try:
+                reply = await self._swarm.call(
+                    peer, ManifestRequest(policy=self._policy), timeout_s=MANIFEST_TIMEOUT_S, expect=SignedReply
+                )
+                envelope = open_envelope(reply.envelope, run_id=self._spec.run_id)
+                if envelope.kind != "manifest" or envelope.sender != self._policy:
+                    raise Refused(RefusalReason.NOT_A_LEARNER, "a manifest not signed by the policy's learner")
+                manifest = Manifest.decode(envelope.body)
+                if manifest.policy != self._policy or not self._spec.may_publish(envelope.sender):
+                    raise Refused(RefusalReason.NOT_A_LEARNER, "a manifest of a policy that its signer does not train")
+            except TransportError as error:
+                log.debug("no manifest from %s: %s", peer.hex()[:12], error)
+                continue
+            except Refused as refused:
+                if refused.reason is not RefusalReason.NOT_FOUND:
+                    self._on_refusal(peer, refused.reason, refused.detail)
+                continue
+            if best is None or manifest.version > best[0].version:
+                best = (manifest, envelope)
+            if self.newest_heard is not None and manifest.version >= self.newest_heard:
+                break
+        return best
