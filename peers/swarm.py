@@ -182,7 +182,7 @@ class Swarm:
         return await self.open_answer(peer, data, expect)
 
     async def open_answer(self, peer: PeerId, data: bytes, expect: type[M]) -> M:
-        """The message of `peer`'s answer. Raises `Refused` if it is a refusal, `InvalidResponse` if it is bad."""
+        """The message of `peer`'s answer. Raises `Refused` if it refuses, `InvalidResponse` if it is bad."""
         try:
             envelope = await _open(data, None, limits.MAX_ENVELOPE_BYTES)
             if envelope.sender != NodeKey(peer):
