@@ -1,7 +1,7 @@
-"""`protocol.noise` in torch, for many rows at once: the same bits on any device, and an argmax that needs few of them.
+"""`protocol.noise` in torch, for many rows at once: the same bits on any device, and the argmax of them.
 
-Words of 32 bits are held in int64. A product of two of them wraps, which leaves its 64 bits as they should be; the
-high half is then masked, because `>>` copies the sign. Float operations are the same single additions and
+Words of 32 bits are held in int64. A product of two of them wraps, which leaves its 64 bits as they should
+be; the high half is then masked, because `>>` copies the sign. Float operations are the same single additions and
 multiplications in the same order, never one that a kernel could fuse (no `addcmul`, no `alpha=`).
 """
 
@@ -20,7 +20,7 @@ from protocol.noise import (
 
 MASK = 0xFFFFFFFF
 CHUNK_ELEMENTS = 1 << 16
-"""Token ids handled at once on a CPU: the working set of about ten such arrays then stays in the second-level cache."""
+"""Token ids handled at once on a CPU: about ten such arrays then fit into the second-level cache."""
 
 APPROXIMATION_MARGIN = 1e-3
 """Far above what a device's own `log` and the rounding of the sum can move a noisy logit (about 1e-5)."""
@@ -29,7 +29,7 @@ APPROXIMATION_MARGIN = 1e-3
 def noise_rows(
     group_seeds: torch.Tensor, completions: torch.Tensor, positions: torch.Tensor, vocabulary_size: int
 ) -> torch.Tensor:
-    """Gumbel noise, float32 [rows, vocabulary_size], bit-identical to `protocol.noise.gumbel_noise` of each row.
+    """Gumbel noise, float32 [rows, vocabulary_size], the bits of `protocol.noise.gumbel_noise`.
 
     Arguments are int64 [rows] on the device to compute on; seeds of 64 bits as `signed_seed` gives them.
     """
@@ -44,13 +44,13 @@ def noise_rows(
 def sample_rows(
     scores: torch.Tensor, group_seeds: torch.Tensor, completions: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """argmax(scores + noise) of each row, int64 [rows]; `scores` is float32 [rows, vocabulary] of logits / temperature.
+    """argmax(scores + noise) of each row, int64 [rows]; `scores` is float32 [rows, vocabulary].
 
     Exactly the argmax under `noise_rows` (the lowest id among equals). The exact logarithm is slow, so it is
     computed only for the few ids that the device's own one leaves within `APPROXIMATION_MARGIN` of the best.
     """
     tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-    for start, end in _chunks(*scores.shape, scores.device):
+    for start, end in _chunks(len(scores), scores.shape[1], scores.device):
         rows = slice(start, end)
         bits = _random_bits(group_seeds[rows], completions[rows], positions[rows], scores.shape[1])
         tokens[rows] = _best(scores[rows], bits)
@@ -74,7 +74,7 @@ def _random_bits(
 ) -> torch.Tensor:
     """The top 23 of the 32 random bits per token id, int32 [rows, vocabulary_size]."""
     rows, blocks = len(group_seeds), -(-vocabulary_size // 4)
-    # Ten rounds of Philox4x32. Words that do not yet depend on the block (or the row) stay [rows, 1] (or [1, blocks]).
+    # Philox4x32. Words that do not depend on the block (or on the row) yet stay [rows, 1] (or [1, blocks]).
     c0 = torch.arange(blocks, device=group_seeds.device)[None, :]
     c1, c2 = positions[:, None], completions[:, None]
     c3 = torch.zeros(1, 1, dtype=torch.int64, device=group_seeds.device)

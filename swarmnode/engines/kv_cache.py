@@ -1,4 +1,4 @@
-"""A key-value cache for decoding: room for all new tokens is reserved once, so that a step copies one token and not all."""
+"""A key-value cache for decoding: room for new tokens is reserved once, so a step copies one and not all."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from transformers.cache_utils import DynamicLayer
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values [rows, heads, tokens, size] as views of buffers with room for `reserve` tokens after the prompt.
+    """Keys and values [rows, heads, tokens, size] as views of buffers with room for `reserve` more tokens.
 
-    The prompt's pass stores what it is given. `batch_select_indices` then makes the buffers, with rows repeated for the
-    completions of a prompt or left out when they have finished, and later updates write into them.
+    The prompt's pass stores what it is given. `batch_select_indices` then makes the buffers, with rows repeated
+    for the completions of a prompt or left out when they have finished, and later updates write into them.
     """
 
     def __init__(self, reserve: int) -> None:
@@ -29,6 +29,7 @@ class ReservedLayer(DynamicLayer):
             return self.keys, self.values
         if self._buffers is None:
             return super().update(key_states, value_states)
+        assert self.keys is not None
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
         key_buffer, value_buffer = self._buffers
@@ -41,6 +42,7 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        assert self.keys is not None and self.values is not None
         self.keys, key_buffer = self._selected(self.keys, indices)
         self.values, value_buffer = self._selected(self.values, indices)
         self._buffers = key_buffer, value_buffer

@@ -5,7 +5,6 @@ from pathlib import Path
 import psutil
 import torch
 
-
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,7 +28,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _read(path: Path) -> str:
-    """A control group's file; empty where there is none (no container, or a system without control groups)."""
+    """A control group's file; empty where there is none (no container, no control groups)."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:
@@ -41,6 +40,6 @@ def refuse_unless_fits(needed_bytes: int, device: torch.device, purpose: str, ad
     available = available_bytes(device)
     if needed_bytes > available:
         raise NotEnoughMemory(
-            f"{purpose} needs about {needed_bytes / 2**20:,.0f} MiB on {device}, {available / 2**20:,.0f} MiB "
-            f"are available: {advice}"
+            f"{purpose} needs about {needed_bytes / 2**20:,.0f} MiB on {device}, "
+            f"{available / 2**20:,.0f} MiB are available: {advice}"
         )

@@ -1,8 +1,8 @@
 """Any causal language model that transformers knows, as a rollout engine: batched decoding with seeded noise.
 
-A group's prompt is computed once and its cache expanded to the group's completions; prompts of several groups share a
-batch by padding on the left; rows that have finished leave the batch. Padding is masked and positions are a sequence's
-own, so a completion does not depend on what else is in the batch (beyond the last bits of floating point).
+A group's prompt is computed once and its cache expanded to the group's completions; prompts of several groups
+share a batch by padding on the left; rows that have finished leave the batch. Padding is masked and positions
+are a sequence's own, so a completion does not depend on what else is in the batch (but for rounding).
 """
 
 import math
@@ -25,8 +25,8 @@ from swarmnode.environments.prompt import load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 COMPACT_BELOW = 0.8
-"""Finished rows are dropped once fewer than this share is alive: each copy of the cache then saves a fifth of all
-later steps, and all copies together cost at most five times the first."""
+"""Finished rows are dropped once fewer than this share is alive: each copy of the cache then saves a fifth of
+all later steps, and all copies together cost at most five full ones."""
 
 
 class EngineError(RuntimeError):
@@ -88,6 +88,7 @@ class TransformersEngine:
         self._config = _load_config(model_dir)
         ends = load_tokenizer(model_dir).eos_ids if eos_ids is None else tuple(eos_ids)
         self._eos = torch.tensor(ends, dtype=torch.int64, device=self._device)
+        self._last = torch.tensor([-1], device=self._device)
         self._model = self._build(model_dir)
 
     def _build(self, model_dir: Path) -> Any:
@@ -119,9 +120,9 @@ class TransformersEngine:
         return self._version
 
     def load(self, path: Path, version: int, check: Callable[[], None] | None = None) -> None:
-        """Replace the weights by those of a safetensors file.
+        """Replace the weights by those of a safetensors file. Whatever goes wrong, the old ones stay.
 
-        `check` runs with the new weights in place and may raise `LoadError`. Whatever goes wrong, the old ones stay.
+        `check` runs with the new weights in place and may raise `LoadError`.
         """
         previous = swap_weights(self._model, read_weights(path, self._model))
         try:
@@ -242,7 +243,9 @@ class TransformersEngine:
         )
 
     def _forward(self, cache: Any, **inputs: Any) -> torch.Tensor:
-        output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        # As a tensor: the slice that an integer gives is not contiguous, and the last layer's weight would
+        # then be copied once per row.
+        output = self._model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=self._last)
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
@@ -301,7 +304,7 @@ class TransformersEngine:
             sequences * per_sequence,
             self._device,
             f"a batch of {sequences} sequences of up to {prompt_tokens + max_new_tokens} tokens",
-            f"lower engine.max_batch_sequences (each sequence takes about {math.ceil(per_sequence / 2**20)} MiB)",
+            f"lower engine.max_batch_sequences (one takes about {math.ceil(per_sequence / 2**20)} MiB)",
         )
 
 
@@ -312,7 +315,7 @@ def _usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         what = str(error).splitlines()[0]
         raise EngineError(
-            f'engine.device = "{name}" cannot be used here ({what}): use "cpu", or a torch built for that device'
+            f'engine.device = "{name}" cannot be used ({what}): use "cpu", or a torch built for that device'
         ) from error
     return device
 

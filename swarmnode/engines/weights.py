@@ -1,4 +1,4 @@
-"""Weights of a version from a safetensors file into a running model: everything is checked before anything changes."""
+"""Weights of a version, from a safetensors file into a running model: all checks come before any change."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -78,7 +78,7 @@ def _read_checked(
 
 
 def swap_weights(model: nn.Module, tensors: Tensors) -> Tensors:
-    """Put `tensors` (one per tied group) into `model` and return what was there, so that swapping back undoes it."""
+    """Put `tensors` (one per tied group) into `model`; return what was there (swapping it back undoes this)."""
     own = model.state_dict(keep_vars=True)
     previous: Tensors = {}
     for name, tensor in tensors.items():
