@@ -1,8 +1,8 @@
 """`protocol.noise` in torch, for many rows at once: the same bits on any device, and the argmax of them.
 
 Words of 32 bits are held in int64. A product of two of them wraps, which leaves its 64 bits as they should
-be; the high half is then masked, because `>>` copies the sign. Float operations are the same single additions and
-multiplications in the same order, never one that a kernel could fuse (no `addcmul`, no `alpha=`).
+be; the high half is then masked, because `>>` copies the sign. Float operations are the same single
+additions and multiplications in the same order, never one that a kernel could fuse (`addcmul`, `alpha=`).
 """
 
 import math

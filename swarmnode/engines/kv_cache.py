@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicLayer
 class ReservedLayer(DynamicLayer):
     """Keys and values [rows, heads, tokens, size] as views of buffers with room for `reserve` more tokens.
 
-    The prompt's pass stores what it is given. `batch_select_indices` then makes the buffers, with rows repeated
-    for the completions of a prompt or left out when they have finished, and later updates write into them.
+    The prompt's pass stores what it is given. `batch_select_indices` then makes the buffers, with rows
+    repeated for the completions of a prompt or left out when finished, and later updates write into them.
     """
 
     def __init__(self, reserve: int) -> None:

@@ -78,7 +78,7 @@ def _read_checked(
 
 
 def swap_weights(model: nn.Module, tensors: Tensors) -> Tensors:
-    """Put `tensors` (one per tied group) into `model`; return what was there (swapping it back undoes this)."""
+    """Put `tensors` (one per tied group) into `model`; return what was there before."""
     own = model.state_dict(keep_vars=True)
     previous: Tensors = {}
     for name, tensor in tensors.items():
