@@ -59,7 +59,8 @@ class Message(BaseModel):
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(one_line(str(part), 64) for part in first["loc"][:8])
             where = f"{cls.__name__}.{where}" if where else cls.__name__
-            raise Refused(RefusalReason.MALFORMED, f"{where}: {first['msg']}") from error
+            what = first["msg"].removeprefix("Value error, ")
+            raise Refused(RefusalReason.MALFORMED, f"{where}: {what}") from error
 
     @model_validator(mode="before")
     @classmethod

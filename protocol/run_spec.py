@@ -114,8 +114,8 @@ class RunSpec(Message):
         largest = 8 * self.sampling.group_size * self.sampling.max_new_tokens
         if largest > MAX_GROUP_ARRAY_BYTES:
             raise ValueError(
-                f"a group of {self.sampling.group_size} completions of {self.sampling.max_new_tokens} tokens "
-                f"can take {largest} bytes, too much for a message; at most {MAX_GROUP_ARRAY_BYTES // 8} tokens"
+                f"group_size × max_new_tokens = {largest // 8} tokens would not fit one message; "
+                f"at most {MAX_GROUP_ARRAY_BYTES // 8}"
             )
         return self
 
