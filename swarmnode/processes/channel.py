@@ -26,13 +26,15 @@ def pack_frame(message: dict[str, Any]) -> bytes:
     """A message as it travels: four bytes of length, then msgpack."""
     body: bytes = msgpack.packb(message, use_bin_type=True)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a {message.get('type')} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        raise ValueError(
+            f"a {message.get('type')} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}"
+        )
     return HEADER.pack(len(body)) + body
 
 
 def unpack_body(body: bytes) -> dict[str, Any]:
     """The message of a frame's body."""
-    message = msgpack.unpackb(body, raw=False, strict_map_key=False, max_buffer_size=MAX_FRAME_BYTES)
+    message = msgpack.unpackb(body, raw=False, strict_map_key=False)
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ValueError("a channel message is a map with a 'type'")
     return message
