@@ -18,7 +18,7 @@ def peer_id_to_multihash(peer: PeerId) -> bytes:
 
 
 def peer_id_from_multihash(multihash: bytes) -> PeerId:
-    """The public key in a libp2p peer id. Raises ValueError for other key types: their ids hold a hash only."""
+    """The public key in a libp2p peer id. Raises ValueError for other key types, whose ids hold a hash."""
     if len(multihash) != _PREFIX_BYTES + 32 or not multihash.startswith(_ED25519_PREFIX):
         raise ValueError("not the libp2p peer id of an Ed25519 key (those begin with 12D3KooW)")
     return PeerId(multihash[_PREFIX_BYTES:])

@@ -1,8 +1,8 @@
-"""The in-memory back end: a seeded network with delay, loss, duplicates, corruption, partitions, slow uplinks.
+"""The in-memory back end: a seeded network with delay, loss, duplicates, corruption, partitions, slow links.
 
 Time passes only in `trio.sleep`, so that tests run it on `trio.testing.MockClock`. What happens to a message
-follows from the seed, the link, the bytes and how often the link has carried them, not from the order of tasks.
-Simplified against libp2p: gossip floods every connection between subscribers instead of keeping a
+follows from the seed, the link, the bytes and how often the link has carried them, not from the order of
+tasks. Simplified against libp2p: gossip floods every connection between subscribers instead of keeping a
 mesh, and a corrupted message reaches the application, where Noise would have dropped the connection.
 """
 
@@ -106,7 +106,7 @@ class MemoryNetwork:
         uplink_bytes_per_s: float | None = None,
         downlink_bytes_per_s: float | None = None,
     ) -> "MemoryTransport":
-        """A node's transport. Asking again with the same identity is a restart, once the old one has ended."""
+        """A node's transport. Asking again with the same identity is a restart, once the old one ended."""
         return MemoryTransport(self, PeerId(identity.key), uplink_bytes_per_s, downlink_bytes_per_s)
 
     def set_link(self, a: PeerId, b: PeerId, link: Link, *, both_ways: bool = True) -> None:
