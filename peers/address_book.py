@@ -74,7 +74,7 @@ class AddressBook:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keys(self) -> list[PeerId]:
+    def peers(self) -> list[PeerId]:
         return list(self._entries)
 
     def addresses(self, key: PeerId) -> list[str]:
@@ -114,9 +114,10 @@ class AddressBook:
             if not valid or not self._make_room(own_word):
                 return False
             entry = self._entries[key] = _Entry()
-        elif entry.own_word and not own_word:
+        elif entry.own_word and not own_word and any(r.failures == 0 for r in entry.records.values()):
+            # Hearsay counts beside a peer's own word only when that leads nowhere (any more).
             return False
-        entry.own_word = own_word
+        entry.own_word = entry.own_word or own_word
         entry.learned_s = now_s
         fresh = [address for address in valid if address not in entry.records]
         if own_word:
@@ -127,7 +128,12 @@ class AddressBook:
                 if record.tried_s is not None:
                     soon_s = max(now_s, record.tried_s + RETRY_WHEN_HEARD_S)
                     record.next_try_s = min(record.next_try_s, soon_s)
-        for address in fresh[: max(0, MAX_ADDRESSES_PER_PEER - len(entry.records))]:
+        for address in fresh:
+            if len(entry.records) >= MAX_ADDRESSES_PER_PEER:
+                worst = max(entry.records.values(), key=lambda record: (not record.seed, record.failures))
+                if worst.seed or worst.failures == 0:
+                    break
+                del entry.records[worst.address]
             entry.records[address] = AddressRecord(address)
         if not entry.records:
             del self._entries[key]
@@ -138,9 +144,10 @@ class AddressBook:
         records = [record for record in self.records(key) if record.next_try_s <= now_s]
         return [record.address for record in sorted(records, key=lambda record: record.failures)]
 
-    def next_due_s(self, keys: Iterable[PeerId]) -> float:
-        """When the next address of any of `keys` may be dialed; infinity if there is none."""
-        return min((r.next_try_s for key in keys for r in self.records(key)), default=float("inf"))
+    def next_due_s(self, keys: Iterable[PeerId], now_s: float) -> float:
+        """When the next back-off of an address of `keys` ends; infinity if none is running."""
+        times = (record.next_try_s for key in keys for record in self.records(key))
+        return min((time_s for time_s in times if time_s > now_s), default=float("inf"))
 
     def trying(self, key: PeerId, address: str, now_s: float) -> None:
         """Note that a dial has begun."""

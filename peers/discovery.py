@@ -5,9 +5,7 @@ No seed is ever fatal: each is tried for ever with back-off, and its last error 
 counts as connected once it has said hello, not when a port is open.
 """
 
-import json
 import logging
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,20 +14,21 @@ from pathlib import Path
 import trio
 
 from peers.address_book import AddressBook
+from peers.address_cache import load_addresses, save_addresses
 from peers.base import PeerEvent, PeerId, TransportError
+from peers.greeting import Greeter
 from peers.membership import MemberInfo, Membership
 from peers.swarm import Swarm
 from protocol import limits
 from protocol.base import Message
 from protocol.identity import NodeKey, node_name
 from protocol.messages import Hello, PeerAddresses, PeersReply, PeersRequest, Presence
-from protocol.refusals import RefusalReason, Refused
+from protocol.refusals import Refused
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-HELLO_TIMEOUT_S = 10.0
-HELLO_TRIES = 2
+ASK_TIMEOUT_S = 10.0
 MAX_DIALS = 8
 """Dials at once, over all peers: a list of a thousand false addresses cannot make a storm."""
 MAX_DIALS_PER_PEER = 3
@@ -47,7 +46,7 @@ PRESENCE_FULL_RATE_MEMBERS = 64
 SAVE_EVERY_S = 10.0
 LEAST_TRUST_TO_DIAL = 0.1
 
-_CONTROL_BYTES = 64 * 1024
+MAX_REQUEST_BYTES = 4 * 1024
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class Discovery:
     ) -> None:
         self._swarm = swarm
         self._transport = swarm.transport
-        self._hello = hello
         self._presence = presence
         self._path = path
         self._target = target_connections
@@ -104,20 +102,16 @@ class Discovery:
         self._seeds: dict[str, PeerId | None] = {}
         self._malformed: dict[str, str] = {}
         self._required: set[PeerId] = set()
-        self._greeted: set[PeerId] = set()
-        self._greeting: dict[PeerId, trio.Event] = {}
-        self._greet_errors: dict[PeerId, str] = {}
+        self._greeter = Greeter(swarm, hello, self._heard_hello)
         self._dialing: dict[str, PeerId] = {}
         self._wake = trio.Event()
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._saved: dict[str, list[str]] = {}
         for address in seeds:
             self.add_seed(address)
         if path is not None:
-            self._load(path)
-        swarm.serve("hello", self._on_hello, max_bytes=_CONTROL_BYTES)
-        swarm.serve("peers_request", self._on_peers_request, max_bytes=_CONTROL_BYTES)
+            load_addresses(path, self.book)
+        swarm.serve("peers_request", self._on_peers_request, max_bytes=MAX_REQUEST_BYTES)
         self._presences = swarm.announcements("presence")
 
     # What the node asks.
@@ -139,10 +133,10 @@ class Discovery:
 
     def connected(self) -> list[PeerId]:
         """Peers that are connected and have said hello."""
-        return sorted(self._greeted & self._transport.connected_peers())
+        return sorted(self._greeter.greeted)
 
     def is_connected(self, key: NodeKey) -> bool:
-        return PeerId(key) in self._greeted and PeerId(key) in self._transport.connected_peers()
+        return PeerId(key) in self._greeter.greeted
 
     async def wait_connected(self, key: NodeKey | None = None) -> None:
         """Wait until `key` (any peer if None) is connected. Bound it with `trio.fail_after`."""
@@ -181,7 +175,7 @@ class Discovery:
     async def run(self) -> None:
         """Keep connections, membership and the address cache until cancelled: a service to supervise."""
         self._dialing.clear()
-        self._greeting.clear()
+        self._greeter.reset()
         events = self._transport.events()
         try:
             async with trio.open_nursery() as nursery:
@@ -196,12 +190,12 @@ class Discovery:
         finally:
             self._nursery = None
             if self._path is not None:
-                self._save(self._path)
+                save_addresses(self._path, self.book.dump())
 
     async def _watch(self, events: trio.MemoryReceiveChannel[PeerEvent]) -> None:
         async for event in events:
             if not event.connected:
-                self._greeted.discard(event.peer)
+                self._greeter.disconnected(event.peer)
                 self._notify()
             self._poke()
         # Ends only with the transport: whoever runs both cancels this service too.
@@ -212,25 +206,23 @@ class Discovery:
         while True:
             wake = self._wake = trio.Event()
             now_s = trio.current_time()
-            open_peers = self._transport.connected_peers()
-            self._greeted &= open_peers
-            for peer in open_peers - self._greeted - set(self._greeting):
-                nursery.start_soon(self._greet_or_drop, peer)
-            for peer in self._silent(now_s):
-                nursery.start_soon(self._greet_or_drop, peer)
+            greeted = self._greeter.greeted
+            for peer in self._transport.connected_peers():
+                if not self._greeter.is_busy(peer) and (peer not in greeted or self._is_silent(peer, now_s)):
+                    nursery.start_soon(self._greet, peer)
             for key, address in self._to_dial(now_s):
                 self._dialing[address] = key
                 self.book.trying(key, address, now_s)
                 nursery.start_soon(self._dial, key, address, limiter)
-            if now_s >= next_exchange_s and self._greeted:
+            if now_s >= next_exchange_s and greeted:
                 next_exchange_s = now_s + (
                     EXCHANGE_WHEN_LACKING_S if self._lacking() else EXCHANGE_EVERY_S
                 ) * self._rng.uniform(0.8, 1.2)
-                nursery.start_soon(self._ask_for_peers, self._rng.choice(sorted(self._greeted)))
+                nursery.start_soon(self._ask_for_peers, self._rng.choice(sorted(greeted)))
             if now_s >= next_forget_s:
                 next_forget_s = now_s + 60.0
                 self.book.forget_failing(now_s)
-                self.membership.trim(set(self._greeted) | self._required)
+                self.membership.trim(greeted | self._required)
             until_s = min(self._next_dial_s(now_s), now_s + CHECK_EVERY_S)
             with trio.move_on_at(until_s):
                 await wake.wait()
@@ -243,9 +235,10 @@ class Discovery:
 
     def _lacking(self) -> bool:
         """Whether more addresses would help: too few connections, or no way to a required peer."""
-        if len(self._greeted) < self._target:
+        greeted = self._greeter.greeted
+        if len(greeted) < self._target:
             return True
-        return any(not self.book.addresses(key) for key in self._required - self._greeted)
+        return any(not self.book.addresses(key) for key in self._required - greeted)
 
     def _wanted(self, now_s: float) -> list[PeerId]:
         """Peers worth a dial, the required and the seeds first, the others in random order."""
@@ -255,7 +248,7 @@ class Discovery:
             return must
         others = [
             key
-            for key in self.book.keys()
+            for key in self.book.peers()
             if key not in open_peers
             and key not in must
             and not self.membership.has_left(NodeKey(key))
@@ -288,14 +281,14 @@ class Discovery:
 
     def _next_dial_s(self, now_s: float) -> float:
         dialing = set(self._dialing.values())
-        return self.book.next_due_s(key for key in self._wanted(now_s) if key not in dialing)
+        return self.book.next_due_s((key for key in self._wanted(now_s) if key not in dialing), now_s)
 
     async def _dial(self, key: PeerId, address: str, limiter: trio.CapacityLimiter) -> None:
         try:
             async with limiter:
                 try:
                     await self._transport.connect(address, CONNECT_TIMEOUT_S)
-                    error = await self._greet(key)
+                    error = await self._greeter.greet(key)
                 except TransportError as failure:
                     error = str(failure)
             if error:
@@ -307,87 +300,28 @@ class Discovery:
             self._dialing.pop(address, None)
             self._poke()
 
-    # Hello.
-
-    async def _greet_or_drop(self, peer: PeerId) -> None:
-        error = await self._greet(peer, again=True)
-        if error:
-            log.info("dropped the connection to %s: %s", node_name(peer), error)
-
-    async def _greet(self, peer: PeerId, *, again: bool = False) -> str:
-        """Exchange hellos with a connected peer; "" or why not, and then the connection is closed.
-
-        One exchange per peer at a time; with `again` one is made even if the peer has said hello before.
-        """
-        if peer in self._greeting:
-            await self._greeting[peer].wait()
-            return self._greet_errors.get(peer, "")
-        if peer in self._greeted and not again:
-            return ""
-        done = self._greeting[peer] = trio.Event()
-        error = ""
-        try:
-            for attempt in range(HELLO_TRIES):
-                started_s = trio.current_time()
-                try:
-                    answer = await self._swarm.call(
-                        peer, self._hello(), timeout_s=HELLO_TIMEOUT_S, expect=Hello
-                    )
-                except Refused as refused:
-                    error = f"the node refuses this one: {refused}"
-                    if refused.reason is RefusalReason.WRONG_RUN:
-                        error = f"it is a node of another run ({refused.detail}): check invite and seeds"
-                    break
-                except TransportError as failure:
-                    error = f"it does not say hello: {failure}"
-                    if peer not in self._transport.connected_peers():
-                        break
-                else:
-                    error = ""
-                    self._heard_hello(peer, answer, trio.current_time() - started_s)
-                    break
-            if error:
-                self._greet_errors[peer] = error
-                self._greeted.discard(peer)
-                await self._transport.disconnect(peer)
-            else:
-                self._greet_errors.pop(peer, None)
-            return error
-        finally:
-            self._greeting.pop(peer, None)
-            done.set()
-            self._notify()
-
-    async def _on_hello(self, sender: PeerId, message: Message) -> tuple[str, Message]:
-        assert isinstance(message, Hello)
-        self._heard_hello(sender, message, None)
-        return "hello", self._hello()
+    async def _greet(self, peer: PeerId) -> None:
+        await self._greeter.greet_or_drop(peer)
+        self._notify()
 
     def _heard_hello(self, peer: PeerId, hello: Hello, round_trip_s: float | None) -> None:
         now_s = trio.current_time()
-        first = peer not in self._greeted
-        self._greeted.add(peer)
+        first = self.membership.spoke_directly_s(NodeKey(peer)) < now_s - PING_AFTER_S
         self.membership.heard_hello(NodeKey(peer), hello, now_s, round_trip_s)
         self.book.learn(peer, hello.addresses, now_s, own_word=True)
-        if first:
-            self._notify()
-            if self._nursery is not None and self._lacking():
-                self._nursery.start_soon(self._ask_for_peers, peer)
+        self._notify()
+        if first and self._nursery is not None and self._lacking():
+            self._nursery.start_soon(self._ask_for_peers, peer)
 
-    def _silent(self, now_s: float) -> list[PeerId]:
-        """Connected peers whose last direct word is long ago."""
-        return [
-            peer
-            for peer in self._greeted
-            if peer not in self._greeting
-            and now_s - self.membership.spoke_directly_s(NodeKey(peer)) >= PING_AFTER_S
-        ]
+    def _is_silent(self, peer: PeerId, now_s: float) -> bool:
+        """Whether a peer's last direct word is long ago: its connection may be dead and nobody has noticed."""
+        return now_s - self.membership.spoke_directly_s(NodeKey(peer)) >= PING_AFTER_S
 
     # Peer exchange.
 
     async def _ask_for_peers(self, peer: PeerId) -> None:
         try:
-            reply = await self._swarm.call(peer, PeersRequest(), timeout_s=HELLO_TIMEOUT_S, expect=PeersReply)
+            reply = await self._swarm.call(peer, PeersRequest(), timeout_s=ASK_TIMEOUT_S, expect=PeersReply)
         except (TransportError, Refused) as error:
             log.debug("%s names no peers: %s", node_name(peer), error)
             return
@@ -398,7 +332,7 @@ class Discovery:
 
     async def _on_peers_request(self, sender: PeerId, message: Message) -> tuple[str, Message]:
         """Peers that said hello or announced themselves lately: learners first, the others by chance."""
-        recent = [key for key in self.membership.recent(trio.current_time()) if key != sender]
+        recent = [key for key in self.membership.recent(trio.current_time()) if PeerId(key) != sender]
         self._rng.shuffle(recent)
         recent.sort(key=lambda key: self.membership.role(key) != "learner")
         named: list[PeerAddresses] = []
@@ -427,7 +361,7 @@ class Discovery:
             await self._announce(presence())
             live = self.membership.count_recent(trio.current_time())
             wait_s = self._presence_every_s * max(1.0, live / PRESENCE_FULL_RATE_MEMBERS)
-            had_nobody = not self._greeted
+            had_nobody = not self._greeter.greeted
             with trio.move_on_after(wait_s * self._rng.uniform(0.9, 1.1)):
                 if had_nobody:
                     # The first connection: nobody has heard this node yet, so it speaks up at once.
@@ -441,39 +375,13 @@ class Discovery:
         except (TransportError, Refused) as error:
             log.warning("presence was not announced: %s", error)
 
-    # The address cache.
-
-    def _load(self, path: Path) -> None:
-        try:
-            content = json.loads(path.read_text())
-            count = self.book.load(content["peers"])
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("the address cache %s is not usable and will be replaced: %s", path, error)
-            return
-        log.info("%d peers from the address cache %s", count, path)
-
     async def _save_often(self, path: Path) -> None:
+        saved: dict[str, list[str]] = {}
         while True:
             await trio.sleep(SAVE_EVERY_S)
-            if self.book.dump() != self._saved:
-                self._save(path)
-
-    def _save(self, path: Path) -> None:
-        """Write the cache (some kilobytes). A full disk costs the cache and nothing else."""
-        dumped = self.book.dump()
-        temporary = path.with_name(path.name + ".new")
-        try:
-            with temporary.open("w") as file:
-                json.dump({"version": 1, "peers": dumped}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            log.warning("the address cache %s was not written: %s", path, error)
-            return
-        self._saved = dumped
+            addresses = self.book.dump()
+            if addresses != saved and save_addresses(path, addresses):
+                saved = addresses
 
     def _poke(self) -> None:
         self._wake.set()

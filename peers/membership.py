@@ -51,7 +51,7 @@ class Membership:
 
     def heard_hello(self, key: NodeKey, hello: Hello, now_s: float, round_trip_s: float | None) -> None:
         """A member said hello on a connection of its own."""
-        record = self._record(key, hello, now_s)
+        record = self._record(key, hello, now_s, force=True)
         if record is None:
             return
         record.spoke_directly_s = now_s
@@ -119,14 +119,14 @@ class Membership:
         for key in droppable[:excess]:
             del self._records[key]
 
-    def _record(self, key: NodeKey, hello: Hello, now_s: float) -> _Record | None:
-        """The member's record with the new words in it; None when there is no place for one more."""
+    def _record(self, key: NodeKey, hello: Hello, now_s: float, *, force: bool = False) -> _Record | None:
+        """The member's record with the new words in it; None when there is no place and no `force`."""
         if key == self._own_key:
             return None
         record = self._records.get(key)
         if record is None:
             # Between two trims a flood of new keys may only add half as many again.
-            if len(self._records) >= MAX_MEMBERS + MAX_MEMBERS // 2:
+            if len(self._records) >= MAX_MEMBERS + MAX_MEMBERS // 2 and not force:
                 return None
             record = self._records[key] = _Record(hello, now_s)
         record.hello, record.last_heard_s = hello, now_s
