@@ -1,0 +1,178 @@
+"""The policy in training: a causal language model with float32 master weights, and log-probs of completions
+under it.
+
+The model stays in evaluation mode: dropout would make the ratio at zero lag differ from 1. Only folders on
+disk are read, only safetensors, and no code that comes with a model is ever run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainer.batching import MicroBatch
+from trainer.forward import forward_rows
+from trainer.shared_prompts import forward_shared_prompts, shared_prompts_work
+
+ENTROPY_ROWS = 1024
+"""Positions whose full distribution is held at once to measure entropy."""
+
+
+class PolicyLoadError(Exception):
+    """A model folder cannot be used; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of each completion token: log-prob (with gradient) and the entropy of its distribution (without)."""
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+
+
+class Policy:
+    """`model` holds the master weights. `share_prompts` tells whether a prompt is computed once for its
+    completions."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: bool = False, share_prompts: bool | None = None
+    ) -> None:
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self._autocast = autocast
+        self.share_prompts = shared_prompts_work(model) if share_prompts is None else share_prompts
+
+    def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
+        """Log-probs [B, T] of the completion tokens under softmax(logits / temperature), in float32."""
+        shared = self.share_prompts and int(batch.prompt_lengths_P.min()) > 1
+        forward = forward_shared_prompts if shared else forward_rows
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            logits_BTV = forward(self.model, batch)
+        logits_BTV = logits_BTV.float() / temperature
+        normalizer_BT = logits_BTV.logsumexp(-1)
+        chosen_BT = logits_BTV.gather(-1, batch.completion_ids_BT[..., None]).squeeze(-1)
+        return TokenLogprobs(chosen_BT - normalizer_BT, _entropy(logits_BTV, normalizer_BT))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live weights and buffers by name; of tensors that share memory (tied embeddings) only the
+        first."""
+        unique: dict[tuple[int, torch.Size], str] = {}
+        for name, tensor in self.model.state_dict().items():
+            unique.setdefault((tensor.data_ptr(), tensor.shape), name)
+        state = self.model.state_dict()
+        return {name: state[name] for name in unique.values()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Copy weights in, in place. Raises `PolicyLoadError` when names or shapes are not this model's."""
+        own = self.tensors()
+        if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
+            raise PolicyLoadError(
+                "the saved weights are not of this model: give the model that the run began with"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+
+    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-prob (temperature 1) of each token after the first given those before it, without gradient."""
+        ids = torch.tensor([token_ids], device=self.device)
+        with torch.no_grad():
+            logprobs = self.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        return [float(value) for value in logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)]
+
+    @contextmanager
+    def rounded_to_bfloat16(self) -> Iterator[None]:
+        """Inside, the model computes with the weights that it publishes. One module's are in memory twice at
+        a time."""
+        masters: dict[nn.Parameter, Tensor] = {}
+
+        def round_weights(module: nn.Module, _inputs: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                masters[parameter] = parameter.data
+                parameter.data = parameter.data.to(torch.bfloat16).float()
+
+        def restore(module: nn.Module, *_: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                if parameter in masters:
+                    parameter.data = masters.pop(parameter)
+
+        handles = []
+        for module in self.model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_pre_hook(round_weights))
+                handles.append(module.register_forward_hook(restore, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, master in masters.items():
+                parameter.data = master
+
+
+def load_policy(model_dir: Path | str, *, device: str = "cpu", dtype: str = "float32") -> Policy:
+    """The policy of a Hugging Face folder. `dtype` "bfloat16" computes in it; master weights are float32
+    either way.
+
+    Raises `PolicyLoadError` with one line.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise PolicyLoadError(f"dtype {dtype!r} is not known: choose float32 or bfloat16")
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise PolicyLoadError(f"no model folder at {folder}: give the path of a Hugging Face model folder")
+    if not (folder / "config.json").is_file():
+        raise PolicyLoadError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise PolicyLoadError(
+            f"{folder} has no *.safetensors: convert the model, save_pretrained of transformers does"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a corrupt file surfaces as any of a dozen classes of four libraries
+        raise PolicyLoadError(
+            f"the model in {folder} cannot be loaded ({_one_line(error)}): copy or download the folder again"
+        ) from error
+    model, info = loaded
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        raise PolicyLoadError(
+            f"the weights in {folder} do not fit its config.json ({len(absent)} missing or of another shape, "
+            f"first {absent[0]}): copy or download the folder again"
+        )
+    try:
+        model = model.to(torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise PolicyLoadError(f"device {device!r} cannot be used: {_one_line(error)}") from error
+    return Policy(model, autocast=dtype == "bfloat16")
+
+
+def _entropy(logits_BTV: Tensor, normalizer_BT: Tensor) -> Tensor:
+    """−Σ p log p per position, a bounded number of positions at a time."""
+    with torch.no_grad():
+        logits_NV, normalizer_N = logits_BTV.detach().flatten(0, 1), normalizer_BT.detach().flatten()
+        parts = []
+        for start in range(0, len(logits_NV), ENTROPY_ROWS):
+            logits, normalizer = (
+                logits_NV[start : start + ENTROPY_ROWS],
+                normalizer_N[start : start + ENTROPY_ROWS],
+            )
+            parts.append(normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1))
+        return torch.cat(parts).view(normalizer_BT.shape)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
