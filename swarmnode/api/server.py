@@ -238,8 +238,10 @@ async def _stream(request: web.Request, feed: StateFeed) -> web.StreamResponse:
     try:
         async with asyncio.timeout(None) as deadline:
             await response.prepare(request)
-            while not subscription.closed:
+            while True:
                 frame = await subscription.next(HEARTBEAT_S)
+                if subscription.closed:
+                    break
                 deadline.reschedule(asyncio.get_running_loop().time() + WRITE_TIMEOUT_S)
                 await response.write(frame or b": nothing new\n\n")
                 deadline.reschedule(None)

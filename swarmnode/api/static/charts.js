@@ -237,7 +237,7 @@ function axisTime(seconds, step) {
   if (seconds === 0) return "0";
   if (seconds < 60) return `${Math.round(seconds)} s`;
   const whole = Math.floor(seconds / 60);
-  if (seconds < 3600) return step % 60 ? `${whole}:${String(Math.round(seconds % 60)).padStart(2, "0")} min` : `${whole} min`;
+  if (seconds < 3600) return step % 60 && seconds % 60 ? `${whole}:${String(Math.round(seconds % 60)).padStart(2, "0")} min` : `${whole} min`;
   return seconds < 86400 ? `${+(seconds / 3600).toFixed(1)} h` : `${+(seconds / 86400).toFixed(1)} d`;
 }
 

@@ -38,7 +38,7 @@ export const clock = (unixSeconds) =>
 
 export const shortKey = (key) => String(key ?? "").slice(0, 8);
 
-export const words = (name) => String(name ?? "").replaceAll("_", " ");
+export const words = (name) => String(name ?? "").replaceAll("_", " ").replaceAll("+", " + ");
 
 // Changing text only when it differs keeps a selection alive while the page updates every second.
 export function setText(element, text) {

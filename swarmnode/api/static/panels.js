@@ -41,7 +41,7 @@ const REASONS = {
 
 const COLUMNS = [
   { title: "Node", cell: nameCell, head: true },
-  { title: "Role", value: (row) => row.role },
+  { title: "Role", value: (row) => words(row.role) },
   { title: "State", cell: stateCell },
   { title: "Policy", value: (row) => row.policy ?? "–" },
   { title: "Version, lag", cell: versionCell },
