@@ -1,4 +1,4 @@
-"""The address book on disk: a small JSON file that helps to find the swarm again. Never needed, never fatal."""
+"""The address book on disk: a small JSON file that helps to find the swarm again. Never needed or fatal."""
 
 import json
 import logging

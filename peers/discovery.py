@@ -314,7 +314,7 @@ class Discovery:
             self._nursery.start_soon(self._ask_for_peers, peer)
 
     def _is_silent(self, peer: PeerId, now_s: float) -> bool:
-        """Whether a peer's last direct word is long ago: its connection may be dead and nobody has noticed."""
+        """Whether a peer's last direct word is long ago: its connection may be dead unnoticed."""
         return now_s - self.membership.spoke_directly_s(NodeKey(peer)) >= PING_AFTER_S
 
     # Peer exchange.

@@ -30,7 +30,7 @@ class _Exchange:
 
 
 class Greeter:
-    """Says hello, answers it, knows who has said it on the present connection. One exchange per peer at once."""
+    """Says hello, answers it, knows who has said it on this connection. One exchange per peer at once."""
 
     def __init__(self, swarm: Swarm, hello: Callable[[], Hello], on_hello: OnHello) -> None:
         self._swarm = swarm

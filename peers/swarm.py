@@ -233,7 +233,7 @@ class Swarm:
 
     def seal_refusal(self, refused: Refused) -> bytes:
         """The signed answer to a refused request."""
-        return self.seal(Refusal(reason=refused.reason.value, detail=refused.detail[:512]))
+        return self.seal(Refusal(reason=refused.reason.value, detail=refused.detail))
 
     async def _answer(self, peer: PeerId, data: bytes) -> bytes:
         self._answering[peer] += 1
@@ -352,11 +352,11 @@ def _decode(envelope: Envelope) -> Message:
 
 
 def _refused_by(refusal: Refusal) -> Refused:
-    """What the peer said, as an exception. People will read it, so control characters are taken out."""
-    detail = "".join(char if char.isprintable() else "?" for char in refusal.detail)
+    """What the peer said, as an exception."""
     try:
-        return Refused(RefusalReason(refusal.reason), detail)
+        return Refused(RefusalReason(refusal.reason), refusal.detail)
     except ValueError:
         return Refused(
-            RefusalReason.WRONG_PROTOCOL, f"refused with the unknown reason {refusal.reason!r}: {detail}"
+            RefusalReason.WRONG_PROTOCOL,
+            f"refused with the unknown reason {refusal.reason!r}: {refusal.detail}",
         )
