@@ -1,4 +1,5 @@
-"""A node's configuration: one TOML file, unknown keys are errors, `swarmnode config` prints the resolved one."""
+"""A node's configuration: one TOML file, unknown keys are errors, `swarmnode config` prints the resolved
+one."""
 
 import tomllib
 from pathlib import Path
@@ -156,7 +157,9 @@ def load_config(path: Path) -> NodeConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read it ({error.strerror}); make one with 'swarmnode init'") from error
+        raise ConfigError(
+            f"{path}: cannot read it ({error.strerror}); make one with 'swarmnode init'"
+        ) from error
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

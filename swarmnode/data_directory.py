@@ -14,7 +14,8 @@ class DataError(Exception):
 
 
 def atomic_write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write to a temporary name, fsync, rename, fsync the folder: `path` is the old or the new content, never a mix."""
+    """Write to a temporary name, fsync, rename, fsync the folder: `path` is the old or the new content,
+    never a mix."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -53,7 +54,9 @@ class DataDirectory:
             self.logs_path.mkdir(exist_ok=True)
             self.policies_path.mkdir(exist_ok=True)
         except OSError as error:
-            raise DataError(f"{self.root}: cannot create it ({error.strerror}); choose another with --data") from error
+            raise DataError(
+                f"{self.root}: cannot create it ({error.strerror}); choose another with --data"
+            ) from error
 
     def lock(self) -> None:
         """Claim the directory for this process. Raises `DataError` when a node runs in it already."""
@@ -62,7 +65,8 @@ class DataDirectory:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DataError(
-                f"{self.root}: another node is running in this directory; stop it or choose another with --data"
+                f"{self.root}: another node is running in this directory; stop it, or choose "
+                "another directory with --data"
             ) from error
 
     def load_identity(self) -> Identity:

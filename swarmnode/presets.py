@@ -1,4 +1,5 @@
-"""The two presets: what a run is when nobody says otherwise. Figures are for the tiny model; see docs for others."""
+"""The two presets: what a run is when nobody says otherwise. Figures are for the tiny model; see docs for
+others."""
 
 from typing import Any
 

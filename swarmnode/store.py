@@ -1,6 +1,7 @@
 """What must survive a crash: the ledger of groups, the outbox of unsent work, counters. SQLite in WAL mode.
 
-Every method is one transaction, durable when it returns. One thread at a time uses a store (the node calls it through
+Every method is one transaction, durable when it returns. One thread at a time uses a store (the node calls
+it through
 a one-thread limiter), so that a slow disk never stops a heartbeat.
 """
 
@@ -139,13 +140,17 @@ class Store:
     def waiting(self) -> list[WaitingGroup]:
         """Accepted groups not yet consumed, oldest arrival first."""
         rows = self._db.execute(
-            "SELECT id, sender, source, oldest_version, envelope, checked FROM groups WHERE state = 'accepted' "
-            "ORDER BY arrival"
+            "SELECT id, sender, source, oldest_version, envelope, checked FROM groups "
+            "WHERE state = 'accepted' ORDER BY arrival"
         ).fetchall()
-        return [WaitingGroup(*row[:5], checked=msgpack.unpackb(row[5])) for row in rows]
+        return [
+            WaitingGroup(group, sender, source, oldest, envelope, msgpack.unpackb(checked))
+            for group, sender, source, oldest, envelope, checked in rows
+        ]
 
     def record_update(self, version: int, consumed: Iterable[bytes], stale: Iterable[bytes]) -> list[bytes]:
-        """The update that made `version` consumed and dropped these groups. Returns ids that were not waiting.
+        """The update that made `version` consumed and dropped these groups. Returns ids that were not
+        waiting.
 
         Anything returned is a broken promise (unknown, or consumed before) and must be reported.
         """
@@ -174,7 +179,8 @@ class Store:
     def reconcile(self, version: int, consumed_by_version: dict[int, list[bytes]]) -> tuple[int, int]:
         """Follow the learner's checkpoint after a crash: it alone knows which groups are in the weights.
 
-        Groups marked consumed by versions that the checkpoint does not have wait again; groups that it consumed and
+        Groups marked consumed by versions that the checkpoint does not have wait again; groups that it
+        consumed and
         the ledger still shows as waiting are marked. Returns (given back, marked).
         """
         with self._db:
@@ -188,7 +194,8 @@ class Store:
             for consumed_version, groups in consumed_by_version.items():
                 for group in groups:
                     marked += self._db.execute(
-                        "UPDATE groups SET state = 'consumed', consumed_version = ? WHERE id = ? AND state = 'accepted'",
+                        "UPDATE groups SET state = 'consumed', consumed_version = ? "
+                        "WHERE id = ? AND state = 'accepted'",
                         (consumed_version, group),
                     ).rowcount
         return back, marked
@@ -208,7 +215,8 @@ class Store:
     def consumed_external_by_sender(self) -> dict[bytes, int]:
         """External groups trained on, by sender."""
         rows = self._db.execute(
-            "SELECT sender, COUNT(*) FROM groups WHERE state = 'consumed' AND source = 'external' GROUP BY sender"
+            "SELECT sender, COUNT(*) FROM groups "
+            "WHERE state = 'consumed' AND source = 'external' GROUP BY sender"
         ).fetchall()
         return {bytes(sender): int(count) for sender, count in rows}
 
@@ -262,7 +270,8 @@ class Store:
         """Add to the count of each reason."""
         with self._db:
             self._db.executemany(
-                "INSERT INTO refusals VALUES (?, ?) ON CONFLICT (reason) DO UPDATE SET count = count + excluded.count",
+                "INSERT INTO refusals VALUES (?, ?) "
+                "ON CONFLICT (reason) DO UPDATE SET count = count + excluded.count",
                 list(counts.items()),
             )
 
@@ -272,6 +281,7 @@ class Store:
 
     def _add(self, name: str, amount: int) -> None:
         self._db.execute(
-            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+            "INSERT INTO counters VALUES (?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
             (name, amount),
         )

@@ -29,6 +29,10 @@ def as_user_error(error: BaseException) -> UserError | None:
         StoreError,
         TransportError,
     )
-    if isinstance(error, mendable) or type(error).__name__ in ("ApiError", "NodeFailed", "EnvironmentConfigError"):
+    if isinstance(error, mendable) or type(error).__name__ in (
+        "ApiError",
+        "NodeFailed",
+        "EnvironmentConfigError",
+    ):
         return UserError(" ".join(str(error).split()))
     return None

@@ -22,7 +22,9 @@ def invite(data: Data = DEFAULT_DATA) -> None:
     """Print the invite that lets others join this node's run."""
     text = local_api.state(DataDirectory(data))["node"]["invite"]
     if text is None:
-        raise UserError("this node has no address that others can dial yet; see network.announce in its run.toml")
+        raise UserError(
+            "this node has no address that others can dial yet; see network.announce in its run.toml"
+        )
     typer.echo(text)
 
 
@@ -70,13 +72,22 @@ def _facts(state: dict[str, Any]) -> Table:
         row("version", f"{policy['version']}, swarm at {policy['swarm_version']}, lag {policy['lag']}")
     if state["learner"] is not None:
         learner = state["learner"]
-        row("learner", f"{learner['state']} · {learner['updates']} updates · held-out accuracy {_accuracy(learner)}")
-    row("my groups", f"{mine['accepted']} accepted{_ago(mine['last_accepted_s'])} · refused: {_reasons(mine['refused'])}")
+        row(
+            "learner",
+            f"{learner['state']} · {learner['updates']} updates · held-out accuracy {_accuracy(learner)}",
+        )
+    row(
+        "my groups",
+        f"{mine['accepted']} accepted{_ago(mine['last_accepted_s'])} · refused: {_reasons(mine['refused'])}",
+    )
     if mine["last_refusal"]:
         row("last refusal", mine["last_refusal"])
     groups = state["groups"]
-    row("received", f"{groups['accepted']} accepted, {groups['consumed']} trained on, {groups['waiting']} waiting, "
-        f"{groups['stale']} went stale · refused: {_reasons(state['refused'])}")
+    row(
+        "received",
+        f"{groups['accepted']} accepted, {groups['consumed']} trained on, {groups['waiting']} waiting, "
+        f"{groups['stale']} went stale · refused: {_reasons(state['refused'])}",
+    )
     return table
 
 

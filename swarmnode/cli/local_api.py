@@ -32,7 +32,8 @@ def get(address: dict[str, Any], path: str, timeout_s: float = 5.0) -> Any:
             return json.loads(reply.read())
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UserError(
-            f"the node does not answer at {address['url']} ({error}); is it running? start it with 'swarmnode run'"
+            f"the node does not answer at {address['url']} ({error}); is it running? "
+            "start it with 'swarmnode run'"
         ) from error
 
 
@@ -40,6 +41,8 @@ def state(directory: DataDirectory) -> dict[str, Any]:
     """The running node's state. Raises `UserError`."""
     address = read_address(directory)
     if address is None:
-        raise UserError(f"no node is running in {directory.root}; start it with 'swarmnode run --data {directory.root}'")
+        raise UserError(
+            f"no node is running in {directory.root}; start it with 'swarmnode run --data {directory.root}'"
+        )
     reply: dict[str, Any] = get(address, "/api/state")
     return reply

@@ -1,4 +1,5 @@
-"""The `swarmnode` command. Whatever a person can mend ends as one line on stderr and exit code 1, never as a traceback."""
+"""The `swarmnode` command. Whatever a person can mend ends as one line on stderr and exit code 1, never as
+a traceback."""
 
 import sys
 

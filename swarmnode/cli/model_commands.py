@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
 
 from protocol.identity import node_name
@@ -16,6 +17,8 @@ from swarmnode.config import NodeConfig, load_config
 from swarmnode.data_directory import DataDirectory
 from swarmnode.runtime.run_setup import find_model, load_spec
 from swarmnode.runtime.version_store import WEIGHTS_NAME, StoredVersion, VersionStore
+
+EVALUATION_BATCH = 64
 
 Version = Annotated[int | None, typer.Option(help="Which version; by default the newest here.")]
 
@@ -55,22 +58,35 @@ def evaluate(
     spec, config, directory = _open(data)
     stored = _find_version(spec, directory, version)
     model_path = _model_path(spec, config, directory)
-    from swarmnode.evaluation import Evaluator
+    from swarmnode.engines.transformers_engine import TransformersEngine
+    from swarmnode.environments import build_environment
+    from swarmnode.environments.prompt import load_tokenizer
+    from swarmnode.processes.evaluation import evaluate as evaluate_engine
 
-    with Progress(transient=True) as progress:
-        bar = progress.add_task("loading", total=prompts)
-        evaluator = Evaluator(
-            spec, model_path, device=config.engine.device, dtype=config.engine.dtype, threads=config.engine.threads
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("loading the model", total=prompts)
+        engine = TransformersEngine(
+            model_path,
+            device=config.engine.device,
+            dtype=config.engine.dtype,
+            threads=config.engine.threads,
+            max_batch_sequences=config.engine.max_batch_sequences,
         )
+        engine.load(stored.weights_path, stored.manifest.version)
         progress.update(bar, description="answering")
-        result = evaluator.evaluate(
-            stored.weights_path,
-            stored.manifest.version,
-            prompts,
+        result = evaluate_engine(
+            engine,
+            build_environment(spec.tasks),
+            load_tokenizer(model_path),
+            spec,
+            count=prompts,
+            batch_size=EVALUATION_BATCH,
             on_progress=lambda done: progress.update(bar, completed=done),
         )
+    assert result is not None, "nothing asked the evaluation to stop"
     if as_json:
-        typer.echo(json.dumps({"version": stored.manifest.version, **result.as_dict()}))
+        values = {"accuracy": result.accuracy, "by_task": result.by_task, "count": result.count}
+        typer.echo(json.dumps({"version": stored.manifest.version, **values}))
         return
     typer.echo(f"version {stored.manifest.version}: {result.accuracy:.3f} of {result.count} held-out tasks")
     for name, accuracy in sorted(result.by_task.items()):
@@ -91,7 +107,11 @@ def _find_version(spec: RunSpec, directory: DataDirectory, version: int | None) 
     stored = versions.get(policy, version)
     if stored is None:
         held = versions.versions(policy)
-        here = f"versions here: {', '.join(map(str, held))}" if held else "no version is here yet; run the node first"
+        here = (
+            f"versions here: {', '.join(map(str, held))}"
+            if held
+            else "no version is here yet; run the node first"
+        )
         raise UserError(f"version {'' if version is None else version} of {node_name(policy)}: {here}")
     return stored
 
@@ -100,5 +120,7 @@ def _model_path(spec: RunSpec, config: NodeConfig, directory: DataDirectory) -> 
     configured = config.model or (config.run.model if config.run else None)
     path = find_model(spec, configured, directory)
     if path is None:
-        raise UserError(f"the files of model {spec.model.name!r} are not here yet; run the node once to fetch them")
+        raise UserError(
+            f"the files of model {spec.model.name!r} are not here yet; run the node once to fetch them"
+        )
     return path

@@ -17,14 +17,22 @@ from swarmnode.data_directory import DataDirectory, atomic_write
 
 console = Console(highlight=False, soft_wrap=True)
 
-Preset = Annotated[str, typer.Option(help="fleet: one learner, many workers; swarm: every node trains its own policy.")]
+Preset = Annotated[
+    str, typer.Option(help="fleet: one learner, many workers; swarm: every node trains its own policy.")
+]
 Model = Annotated[str, typer.Option(help="'tiny' (shipped), a Hugging Face folder, or a hub id.")]
 Mode = Annotated[str, typer.Option(help="async, or sequential (no staleness).")]
 Name = Annotated[str | None, typer.Option(help="What others see this node as.")]
-Listen = Annotated[list[str] | None, typer.Option(help="Multiaddress to listen on, such as /ip4/0.0.0.0/tcp/4001.")]
+Listen = Annotated[
+    list[str] | None, typer.Option(help="Multiaddress to listen on, such as /ip4/0.0.0.0/tcp/4001.")
+]
 Announce = Annotated[list[str] | None, typer.Option(help="Multiaddress that others should dial instead.")]
-Seed = Annotated[list[str] | None, typer.Option(help="Multiaddress of a node to dial first, ending in /p2p/ID.")]
-ApiHost = Annotated[str | None, typer.Option(help="Where the page listens; beyond loopback it needs SWARMNODE_API_TOKEN.")]
+Seed = Annotated[
+    list[str] | None, typer.Option(help="Multiaddress of a node to dial first, ending in /p2p/ID.")
+]
+ApiHost = Annotated[
+    str | None, typer.Option(help="Where the page listens; beyond loopback it needs SWARMNODE_API_TOKEN.")
+]
 ApiPort = Annotated[int | None, typer.Option(help="The page's port; 0 takes a free one.")]
 InviteFile = Annotated[Path | None, typer.Option(help="Write the invite here once the node is up.")]
 
@@ -41,12 +49,16 @@ def init(
     """Make a new run in a data directory: key, configuration, signed run. Start it with 'swarmnode run'."""
     directory = DataDirectory(data)
     _create(directory, _new_run_config(preset, model, mode, name, listen, announce))
-    console.print(f"Edit {directory.config_path} before the first start if you like; then: swarmnode run --data {data}")
+    console.print(
+        f"Edit {directory.config_path} before the first start if you like; then: swarmnode run --data {data}"
+    )
 
 
 def run(
     data: Data = DEFAULT_DATA,
-    config: Annotated[Path | None, typer.Option(help="Another configuration file than the directory's run.toml.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Another configuration file than the directory's run.toml.")
+    ] = None,
     create: Annotated[bool, typer.Option(help="Make a new run first if the directory has none.")] = False,
     preset: Preset = "fleet",
     model: Model = "tiny",
@@ -67,15 +79,21 @@ def run(
         else:
             _create(directory, _new_run_config(preset, model, mode, name, listen, announce))
     settings = load_config(config or directory.config_path)
-    _start(directory, settings, _overrides(name, listen, announce, seed, api_host, api_port), None, invite_file)
+    _start(
+        directory, settings, _overrides(name, listen, announce, seed, api_host, api_port), None, invite_file
+    )
 
 
 def join(
     invite: Annotated[str, typer.Argument(help="The invite, or a file that holds it.")],
     data: Data = DEFAULT_DATA,
-    role: Annotated[str | None, typer.Option(help="worker, relay or peer; by default what the run wants.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="worker, relay or peer; by default what the run wants.")
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait for the invite file to appear.")] = False,
-    model: Annotated[str | None, typer.Option(help="The run's model on this machine; else it is fetched from peers.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The run's model on this machine; else it is fetched from peers.")
+    ] = None,
     name: Name = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -96,7 +114,9 @@ def join(
         settings = with_overrides(settings, {"model": model, "network.seeds": list(parsed.seeds)})
         directory.load_or_create_identity()
         atomic_write(directory.config_path, to_toml(settings).encode())
-        console.print(f"New identity in {directory.identity_path}; back it up with 'swarmnode key export FILE'")
+        console.print(
+            f"New identity in {directory.identity_path}; back it up with 'swarmnode key export FILE'"
+        )
     overrides = _overrides(name, listen, announce, None, api_host, api_port)
     overrides["role"] = role
     overrides["model"] = model
@@ -145,7 +165,9 @@ def _create(directory: DataDirectory, config: NodeConfig) -> None:
     spec = build_spec(config.run, identity)
     save_spec(directory, spec, identity)
     atomic_write(directory.config_path, to_toml(config).encode())
-    console.print(f"New run '{spec.name}' ({spec.run_id.hex()[:12]}) in {directory.root}, owned by {identity.name}")
+    console.print(
+        f"New run '{spec.name}' ({spec.run_id.hex()[:12]}) in {directory.root}, owned by {identity.name}"
+    )
     console.print(f"Your key is {directory.identity_path}: back it up with 'swarmnode key export FILE'")
 
 

@@ -30,6 +30,7 @@ def evaluate(
     count: int,
     batch_size: int,
     should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation | None:
     """Answer the first `count` held-out questions with the engine's loaded weights; None when asked to stop.
 
@@ -57,6 +58,7 @@ def evaluate(
         )
         for task, (completion,) in zip(part, groups, strict=True):
             rewards.append(environment.score(task, decode_completion(tokenizer, completion.token_ids)))
+        on_progress(start + len(part))
     return Evaluation(accuracy=sum(rewards) / count, by_task=_by_task(spec, tasks, rewards), count=count)
 
 

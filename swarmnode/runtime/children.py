@@ -1,4 +1,5 @@
-"""A child process of the node and its supervision: spawned with a socket, restarted with back-off when it dies."""
+"""A child process of the node and its supervision: spawned with a socket, restarted with back-off when it
+dies."""
 
 import logging
 import os
@@ -33,8 +34,10 @@ class ChildFailed(Exception):
 class ChildProcess:
     """One supervised child.
 
-    `run` keeps it alive: it spawns the module, sends `configure()`'s message, and hands every message of the child to
-    `on_message`. When the child dies it is spawned again after 1, 2, 4 … 30 seconds; `on_state` is told ("running",
+    `run` keeps it alive: it spawns the module, sends `configure()`'s message, and hands every message of
+    the child to
+    `on_message`. When the child dies it is spawned again after 1, 2, 4 … 30 seconds; `on_state` is told
+    ("running",
     "restarting", "failed") with one line of text. A message sent while the child is down raises `ChildGone`.
     """
 
@@ -161,7 +164,9 @@ class ChildProcess:
             await trio.sleep(0.02)
         return process.returncode
 
-    async def _write(self, stream: trio.SocketStream, queue: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
+    async def _write(
+        self, stream: trio.SocketStream, queue: trio.MemoryReceiveChannel[dict[str, Any]]
+    ) -> None:
         try:
             async for message in queue:
                 await stream.send_all(pack_frame(message))

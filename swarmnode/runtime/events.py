@@ -11,7 +11,8 @@ log = logging.getLogger("swarmnode")
 
 MAX_EVENTS = 200
 MAX_POINTS = 4_000
-"""Points kept per series; beyond, every second one of the older half is dropped, so that the whole run stays visible."""
+"""Points kept per series; beyond, every second one of the older half is dropped, so that the whole run
+stays visible."""
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -1,4 +1,5 @@
-"""The learner's side of a node: receive, check and record groups, pace workers, sign and announce what is trained."""
+"""The learner's side of a node: receive, check and record groups, pace workers, sign and announce what is
+trained."""
 
 import logging
 from collections import Counter
@@ -11,6 +12,7 @@ import trio
 
 from peers.base import PeerId
 from protocol.admission import check_group
+from protocol.base import Message
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.identity import Identity, node_name
 from protocol.messages import (
@@ -18,7 +20,6 @@ from protocol.messages import (
     CreditRequest,
     GroupPush,
     Manifest,
-    Message,
     Probe,
     Receipt,
     RolloutGroup,
@@ -74,7 +75,8 @@ class CheckedGroup:
 class LearnerRole:
     """Owns the ledger's intake and the learner process's messages.
 
-    Promises: a receipt that says accepted is sent only after the ledger has the group on disk; a group is recorded
+    Promises: a receipt that says accepted is sent only after the ledger has the group on disk; a group is
+    recorded
     once however often it is sent; the learner process sees each waiting group once per start of that process.
     """
 
@@ -98,7 +100,7 @@ class LearnerRole:
         self.waiting_local = 0
         self.waiting_external = 0
         self._spec = spec
-        self._run_id = spec.run_id
+        self.run_id = spec.run_id
         self._identity = identity
         self._vocabulary_size = vocabulary_size
         self._store = store
@@ -127,7 +129,9 @@ class LearnerRole:
         if status.version is None or not self._learner_up:
             return Credit(granted=0, version=0, retry_after_s=1.0, reason="the learner process is starting")
         if status.final:
-            return Credit(granted=0, version=status.version, retry_after_s=5.0, reason="training has finished")
+            return Credit(
+                granted=0, version=status.version, retry_after_s=5.0, reason="training has finished"
+            )
         state = PacingState(
             version=status.version,
             published_version=status.version,
@@ -167,7 +171,7 @@ class LearnerRole:
 
     async def handle_push(self, sender: PeerId, message: Message) -> tuple[str, Message]:
         assert isinstance(message, GroupPush)
-        envelope = open_envelope(message.envelope, run_id=self._run_id)
+        envelope = open_envelope(message.envelope, run_id=self.run_id)
         if envelope.sender != sender:
             raise Refused(RefusalReason.WRONG_SENDER, "a worker pushes its own groups only")
         return "receipt", await self.receive_local(envelope)
@@ -179,9 +183,7 @@ class LearnerRole:
         group_name = group_id(envelope.sender, envelope.body)
         known = await self._store.run(lambda store: store.verdict(group_name))
         if known is not None:
-            return Receipt(
-                group=group_name, accepted=known.accepted, reason=known.reason, duplicate=True
-            )
+            return Receipt(group=group_name, accepted=known.accepted, reason=known.reason, duplicate=True)
         try:
             await self._admit(group_name, envelope, source="local")
         except Refused as refused:
@@ -196,7 +198,8 @@ class LearnerRole:
         return Receipt(group=group_name, accepted=True)
 
     async def receive_external(self, envelope: Envelope) -> bool:
-        """Check and record another policy's group; False if it teaches nothing (all rewards equal) or is known."""
+        """Check and record another policy's group; False if it teaches nothing (all rewards equal) or is
+        known."""
         group_name = group_id(envelope.sender, envelope.body)
         if await self._store.run(lambda store: store.verdict(group_name)) is not None:
             return False
@@ -250,7 +253,7 @@ class LearnerRole:
         check_group(
             group,
             self._spec,
-            self._run_id,
+            self.run_id,
             envelope.sender,
             policy=self.policy if source == "local" else envelope.sender,
             learner_version=self.status.version if source == "local" else None,
@@ -275,7 +278,7 @@ class LearnerRole:
                         "id": group_name,
                         "body": envelope.body,
                         "sender": envelope.sender,
-                        "run_id": self._run_id,
+                        "run_id": self.run_id,
                         "source": source,
                     }
                 )
@@ -286,7 +289,9 @@ class LearnerRole:
         finally:
             del self._checks[group_name]
         if answer is None:
-            raise Refused(RefusalReason.BUSY, f"the check did not finish in {CHECK_TIMEOUT_S:.0f} s; send it again")
+            raise Refused(
+                RefusalReason.BUSY, f"the check did not finish in {CHECK_TIMEOUT_S:.0f} s; send it again"
+            )
         return answer
 
     # The children
@@ -334,7 +339,8 @@ class LearnerRole:
         if back or marked:
             self._on_event(
                 "warning",
-                f"resumed at version {version}: {back} groups wait again, {marked} were already in the weights",
+                f"resumed at version {version}: {back} groups wait again, "
+                f"{marked} were already in the weights",
             )
         # Credit that was granted before the crash may come in or not: it does not count against the workers.
         self._credits.clear()
@@ -346,7 +352,7 @@ class LearnerRole:
         self._sources.clear()
         self.waiting_local = self.waiting_external = 0
         for group in waiting:
-            envelope = open_envelope(group.envelope, run_id=self._run_id)
+            envelope = open_envelope(group.envelope, run_id=self.run_id)
             self._hand_over(group.id, envelope, group.source, group.checked)
         self._on_event("info", f"learner ready at version {version}, {len(waiting)} groups waiting")
 
@@ -372,7 +378,9 @@ class LearnerRole:
         consumed, stale = message["consumed"], message["stale"]
         unexpected = await self._store.run(lambda store: store.record_update(version, consumed, stale))
         if unexpected:
-            self._on_event("error", f"version {version} consumed {len(unexpected)} groups that were not waiting")
+            self._on_event(
+                "error", f"version {version} consumed {len(unexpected)} groups that were not waiting"
+            )
         for group_name in [*consumed, *stale]:
             source = self._sources.pop(group_name, None)
             if source == "local":
@@ -427,8 +435,8 @@ class LearnerRole:
             state_hash=publication["state_hash"],
             probe=None if publication["probe"] is None else Probe(**publication["probe"]),
         )
-        encoded = seal(self._identity, self._run_id, "manifest", self._next_sequence(), manifest.encode())
-        envelope = open_envelope(encoded, run_id=self._run_id)
+        encoded = seal(self._identity, self.run_id, "manifest", self._next_sequence(), manifest.encode())
+        envelope = open_envelope(encoded, run_id=self.run_id)
         stored = self._versions.add(manifest, envelope, path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
         self._versions.retain(self.policy, self._spec.max_staleness + 2)

@@ -58,13 +58,16 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
 def save_spec(directory: DataDirectory, spec: RunSpec, identity: Identity) -> None:
     """Sign a new run's spec and write it into the data directory. Raises `DataError` if one is there."""
     if directory.spec_path.exists():
-        raise DataError(f"{directory.spec_path}: a run is there already; choose another directory with --data")
+        raise DataError(
+            f"{directory.spec_path}: a run is there already; choose another directory with --data"
+        )
     encoded = seal(identity, spec.run_id, "run_spec", 0, spec.encode())
     atomic_write(directory.spec_path, encoded)
 
 
 def open_spec(encoded: bytes, run_id: bytes | None = None) -> RunSpec:
-    """The spec of a signed envelope; its hash must be the run it claims (and `run_id`, if given). Raises `Refused`."""
+    """The spec of a signed envelope; its hash must be the run it claims (and `run_id`, if given). Raises
+    `Refused`."""
     envelope = open_envelope(encoded, run_id=run_id)
     spec = RunSpec.decode(envelope.body)
     if spec.run_id != envelope.run_id:
@@ -88,7 +91,8 @@ def load_spec(directory: DataDirectory) -> tuple[RunSpec, bytes]:
 
 
 def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) -> Path | None:
-    """A folder with exactly the run's model files: the configured one, the shipped one, or one fetched before.
+    """A folder with exactly the run's model files: the configured one, the shipped one, or one fetched
+    before.
 
     None when it must be fetched from peers. Raises `ConfigError` when the configured one is another model.
     """
@@ -100,7 +104,8 @@ def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) 
             raise ConfigError(f"model: {error}") from error
         if not assets_match(path, model.assets, model.chunk_size):
             raise ConfigError(
-                f"model: {path} is not the run's model {model.name!r}: its configuration or tokenizer files differ"
+                f"model: {path} is not the run's model {model.name!r}: "
+                "its configuration or tokenizer files differ"
             )
         return path
     for name in ("tiny", str(directory.model_path)):

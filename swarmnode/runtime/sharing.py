@@ -1,4 +1,5 @@
-"""How nodes of preset `swarm` learn from each other: announce own groups, pull a random few of others', serve on request."""
+"""How nodes of preset `swarm` learn from each other: announce own groups, pull a random few of others',
+serve on request."""
 
 import logging
 import random
@@ -9,12 +10,12 @@ import trio
 
 from peers.base import PeerId, TransportError
 from peers.swarm import Swarm
+from protocol.base import Message
 from protocol.envelope import open_envelope
 from protocol.identity import node_name
 from protocol.messages import (
     GroupReply,
     GroupRequest,
-    Message,
     Receipt,
     RolloutAnnouncement,
     RolloutGroup,
@@ -35,7 +36,8 @@ MAX_REPLY_BYTES = 3 * 1024 * 1024
 
 
 class Sharing:
-    """Pulls only what is sampled, never everything that everyone makes: that keeps traffic flat in the number of nodes.
+    """Pulls only what is sampled, never everything that everyone makes: that keeps traffic flat in the
+    number of nodes.
 
     A pulled group must be signed by the node that announced it, and is scored by this node's own environment.
     """
@@ -88,7 +90,9 @@ class Sharing:
         async for author, message in self._swarm.announcements("rollout_announcement"):
             assert isinstance(message, RolloutAnnouncement)
             if message.policy != author:
-                self._on_refusal(author, RefusalReason.UNKNOWN_POLICY, "announced a group of a policy not its own")
+                self._on_refusal(
+                    author, RefusalReason.UNKNOWN_POLICY, "announced a group of a policy not its own"
+                )
                 continue
             self._candidates[message.group] = message
             while len(self._candidates) > MAX_CANDIDATES:
@@ -126,7 +130,9 @@ class Sharing:
         for encoded in reply.groups:
             envelope = open_envelope(encoded, run_id=self._swarm.run_id)
             if envelope.kind != "rollout_group" or envelope.sender != announcement.policy:
-                raise Refused(RefusalReason.WRONG_SENDER, "the group is not signed by the node that announced it")
+                raise Refused(
+                    RefusalReason.WRONG_SENDER, "the group is not signed by the node that announced it"
+                )
             if group_id(envelope.sender, envelope.body) != announcement.group:
                 raise Refused(RefusalReason.WRONG_HASH, "the group is not the one that was announced")
             self.pulled += 1

@@ -2,16 +2,17 @@
 
 import logging
 import mmap
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.chunks import chunk_hashes, chunk_ranges
+from peers.chunk_serving import ChunkShelf
+from peers.file_assembly import StoredFile
+from protocol.chunks import chunk_hashes
 from protocol.envelope import Envelope, open_envelope
 from protocol.messages import Manifest, Probe
 from protocol.refusals import Refused
-from protocol.run_spec import Asset, RunSpec
+from protocol.run_spec import Asset
 from swarmnode.data_directory import atomic_write
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,7 @@ class StoredVersion:
     manifest: Manifest
     envelope: Envelope
     weights_path: Path
-
-
-@dataclass(frozen=True)
-class _Place:
-    path: Path
-    start: int
-    end: int
+    file: StoredFile
 
 
 def version_directory(policies_path: Path, policy: bytes, version: int) -> Path:
@@ -42,13 +37,14 @@ def version_directory(policies_path: Path, policy: bytes, version: int) -> Path:
 
 
 class VersionStore:
-    """Serves chunks (a `ChunkStore` of peers/) and manifests; versions come from the learner process or from peers."""
+    """What can be served: `shelf` has the chunks, `get` the manifests. Versions come from the learner
+    process or from peers."""
 
     def __init__(self, policies_path: Path, run_id: bytes) -> None:
+        self.shelf = ChunkShelf()
         self._policies_path = policies_path
         self._run_id = run_id
         self._versions: dict[tuple[bytes, int], StoredVersion] = {}
-        self._places: dict[bytes, _Place] = {}
 
     def scan(self) -> None:
         """Find the complete versions of an earlier start; what is not complete is left to be resumed."""
@@ -65,11 +61,13 @@ class VersionStore:
 
     def add(self, manifest: Manifest, envelope: Envelope, weights_path: Path) -> StoredVersion:
         """Register a verified version whose weights are at `weights_path`."""
-        stored = StoredVersion(manifest, envelope, weights_path)
+        file = StoredFile(weights_path, manifest.size_bytes, manifest.chunk_size, manifest.chunks)
+        stored = StoredVersion(manifest, envelope, weights_path, file)
+        former = self._versions.get((manifest.policy, manifest.version))
+        if former is not None:
+            self.shelf.remove(former.file)
         self._versions[manifest.policy, manifest.version] = stored
-        ranges = chunk_ranges(manifest.size_bytes, manifest.chunk_size)
-        for chunk, (start, end) in zip(manifest.chunks, ranges, strict=True):
-            self._places[chunk] = _Place(weights_path, start, end)
+        self.shelf.add(file)
         return stored
 
     def save_manifest(self, stored: StoredVersion) -> None:
@@ -79,9 +77,10 @@ class VersionStore:
     def add_assets(self, model_path: Path, assets: list[Asset], chunk_size: int) -> None:
         """Serve the base model's small files."""
         for asset in assets:
-            ranges = chunk_ranges(asset.size_bytes, chunk_size)
-            for chunk, (start, end) in zip(asset.chunks, ranges, strict=True):
-                self._places[chunk] = _Place(model_path / asset.path, start, end)
+            if asset.chunks:
+                self.shelf.add(
+                    StoredFile(model_path / asset.path, asset.size_bytes, chunk_size, asset.chunks)
+                )
 
     def get(self, policy: bytes, version: int | None) -> StoredVersion | None:
         """One version of a policy, or the newest held."""
@@ -98,27 +97,8 @@ class VersionStore:
         """Delete all but the newest `keep` versions of a policy."""
         for version in self.versions(policy)[:-keep]:
             stored = self._versions.pop((policy, version))
-            for chunk in stored.manifest.chunks:
-                place = self._places.get(chunk)
-                if place is not None and place.path == stored.weights_path:
-                    del self._places[chunk]
+            self.shelf.remove(stored.file)
             shutil.rmtree(stored.weights_path.parent, ignore_errors=True)
-
-    def has(self, chunk: bytes) -> bool:
-        """Whether a chunk can be served."""
-        return chunk in self._places
-
-    def read(self, chunk: bytes, offset: int) -> bytes | None:
-        """A chunk's bytes from `offset` on; None when it is not (or no longer) here."""
-        place = self._places.get(chunk)
-        if place is None:
-            return None
-        try:
-            with open(place.path, "rb") as file:
-                return os.pread(file.fileno(), max(0, place.end - place.start - offset), place.start + offset)
-        except OSError:
-            self._places.pop(chunk, None)
-            return None
 
 
 def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | None:
@@ -129,7 +109,9 @@ def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | N
 def file_assets(model_path: Path, chunk_size: int) -> list[Asset]:
     """The files beside the weights that a node needs to run the model: configuration, tokenizer, template."""
     wanted = sorted(
-        path for path in model_path.iterdir() if path.suffix in {".json", ".jinja", ".model", ".txt"} and path.is_file()
+        path
+        for path in model_path.iterdir()
+        if path.suffix in {".json", ".jinja", ".model", ".txt"} and path.is_file()
     )
     assets = []
     for path in wanted:

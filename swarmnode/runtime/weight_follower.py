@@ -1,4 +1,5 @@
-"""Follows a policy's published versions: hears of a new one, fetches its manifest and chunks, verifies, hands it over."""
+"""Follows a policy's published versions: hears of a new one, fetches its manifest and chunks, verifies,
+hands it over."""
 
 import logging
 from collections.abc import Callable
@@ -7,13 +8,14 @@ from pathlib import Path
 import trio
 
 from peers.base import PeerId, TransportError
-from peers.chunk_exchange import ChunkExchange, DownloadFailed
-from peers.file_assembly import FileAssembly
+from peers.chunk_exchange import TransferFailed
 from peers.swarm import Swarm
+from protocol.base import Message
 from protocol.envelope import Envelope, open_envelope
-from protocol.messages import Manifest, ManifestRequest, Message, SignedReply
+from protocol.messages import Manifest, ManifestRequest, SignedReply
 from protocol.refusals import RefusalReason, Refused
 from protocol.run_spec import RunSpec
+from swarmnode.runtime.download import download_file
 from swarmnode.runtime.safetensors_file import BadSafetensors, file_state_hash
 from swarmnode.runtime.version_store import WEIGHTS_NAME, StoredVersion, VersionStore, version_directory
 
@@ -40,7 +42,8 @@ def serve_manifests(swarm: Swarm, versions: VersionStore) -> None:
 class WeightFollower:
     """Keeps the newest version of one policy on disk.
 
-    Promises: a version is handed over only when its manifest is signed by the policy's learner, every chunk has its
+    Promises: a version is handed over only when its manifest is signed by the policy's learner, every
+    chunk has its
     hash and the tensors have the state hash; versions only move forward; a failed download changes nothing.
     """
 
@@ -50,7 +53,6 @@ class WeightFollower:
         policy: bytes,
         spec: RunSpec,
         swarm: Swarm,
-        exchange: ChunkExchange,
         versions: VersionStore,
         policies_path: Path,
         holders: Callable[[int | None], list[PeerId]],
@@ -62,7 +64,6 @@ class WeightFollower:
         self._policy = policy
         self._spec = spec
         self._swarm = swarm
-        self._exchange = exchange
         self._versions = versions
         self._policies_path = policies_path
         self._holders = holders
@@ -88,7 +89,7 @@ class WeightFollower:
             self._news = trio.Event()
             try:
                 await self._catch_up()
-            except DownloadFailed as error:
+            except TransferFailed as error:
                 self._on_event("warning", f"a version could not be fetched and will be tried again: {error}")
             except OSError as error:
                 self._on_event("error", f"cannot write weights below {self._policies_path}: {error}")
@@ -102,14 +103,16 @@ class WeightFollower:
         if held and manifest.version <= held[-1]:
             return
         directory = version_directory(self._policies_path, self._policy, manifest.version)
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / WEIGHTS_NAME
-        ranges = [
-            min(manifest.chunk_size, manifest.size_bytes - index * manifest.chunk_size)
-            for index in range(len(manifest.chunks))
-        ]
-        assembly = FileAssembly(path, list(zip(manifest.chunks, ranges, strict=True)))
-        await self._exchange.download(assembly, providers=lambda: self._holders(manifest.version))
+        await download_file(
+            self._swarm,
+            self._versions.shelf,
+            path,
+            size_bytes=manifest.size_bytes,
+            chunk_size=manifest.chunk_size,
+            chunks=manifest.chunks,
+            providers=lambda: self._holders(manifest.version),
+        )
         try:
             actual = await trio.to_thread.run_sync(file_state_hash, path)
         except BadSafetensors as error:
@@ -117,8 +120,12 @@ class WeightFollower:
             log.warning("%s", error)
         if actual != manifest.state_hash:
             path.unlink(missing_ok=True)
-            self._on_refusal(self._policy, RefusalReason.WRONG_HASH, f"version {manifest.version}: state hash differs")
-            self._on_event("error", f"version {manifest.version} does not have its state hash: discarded, the old stays")
+            self._on_refusal(
+                self._policy, RefusalReason.WRONG_HASH, f"version {manifest.version}: state hash differs"
+            )
+            self._on_event(
+                "error", f"version {manifest.version} does not have its state hash: discarded, the old stays"
+            )
             return
         stored = self._versions.add(manifest, envelope, path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
@@ -130,14 +137,21 @@ class WeightFollower:
         for peer in self._holders(self.newest_heard)[:3]:
             try:
                 reply = await self._swarm.call(
-                    peer, ManifestRequest(policy=self._policy), timeout_s=MANIFEST_TIMEOUT_S, expect=SignedReply
+                    peer,
+                    ManifestRequest(policy=self._policy),
+                    timeout_s=MANIFEST_TIMEOUT_S,
+                    expect=SignedReply,
                 )
                 envelope = open_envelope(reply.envelope, run_id=self._spec.run_id)
                 if envelope.kind != "manifest" or envelope.sender != self._policy:
-                    raise Refused(RefusalReason.NOT_A_LEARNER, "a manifest not signed by the policy's learner")
+                    raise Refused(
+                        RefusalReason.NOT_A_LEARNER, "a manifest not signed by the policy's learner"
+                    )
                 manifest = Manifest.decode(envelope.body)
                 if manifest.policy != self._policy or not self._spec.may_publish(envelope.sender):
-                    raise Refused(RefusalReason.NOT_A_LEARNER, "a manifest of a policy that its signer does not train")
+                    raise Refused(
+                        RefusalReason.NOT_A_LEARNER, "a manifest of a policy that its signer does not train"
+                    )
             except TransportError as error:
                 log.debug("no manifest from %s: %s", peer.hex()[:12], error)
                 continue

@@ -43,7 +43,8 @@ class LearnerLink(Protocol):
 class WorkerRole:
     """Generates groups of one policy while the learner wants them.
 
-    Promises: a counter is used once, across restarts; a generated group is on disk before it is sent and stays there
+    Promises: a counter is used once, across restarts; a generated group is on disk before it is sent and
+    stays there
     until the learner's receipt; weights only move forward.
     """
 
@@ -128,7 +129,8 @@ class WorkerRole:
             self.wake()
         elif kind == "load_failed":
             self._on_event(
-                "error", f"version {message['version']} was not loaded, the old weights stay: {message['reason']}"
+                "error",
+                f"version {message['version']} was not loaded, the old weights stay: {message['reason']}",
             )
         elif kind == "group":
             await self._on_group(message)
@@ -166,6 +168,11 @@ class WorkerRole:
     def in_hand(self) -> int:
         """Groups being generated or waiting for a receipt."""
         return len(self._asked) + len(self._outbox)
+
+    @property
+    def in_outbox(self) -> int:
+        """Groups waiting for a receipt."""
+        return len(self._outbox)
 
     async def run(self) -> None:
         """Generate and push until cancelled."""
@@ -221,7 +228,9 @@ class WorkerRole:
         limit = trio.current_time() - GENERATION_TIMEOUT_S
         for counter in [counter for counter, asked in self._asked.items() if asked < limit]:
             del self._asked[counter]
-            self._on_event("warning", f"group {counter} was not generated within {GENERATION_TIMEOUT_S:.0f} s")
+            self._on_event(
+                "warning", f"group {counter} was not generated within {GENERATION_TIMEOUT_S:.0f} s"
+            )
 
     async def _sleep(self, longest_s: float) -> None:
         with trio.move_on_after(longest_s):

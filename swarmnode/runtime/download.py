@@ -1,0 +1,33 @@
+"""One file from peers: resumed from what is on disk, served onward chunk by chunk while it comes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peers.base import PeerId
+from peers.chunk_exchange import fetch_chunks
+from peers.chunk_serving import ChunkShelf
+from peers.file_assembly import open_assembly
+from peers.swarm import Swarm
+
+
+async def download_file(
+    swarm: Swarm,
+    shelf: ChunkShelf,
+    path: Path,
+    *,
+    size_bytes: int,
+    chunk_size: int,
+    chunks: Sequence[bytes],
+    providers: Callable[[], Sequence[PeerId]],
+) -> None:
+    """Bring `path` here. Raises `TransferFailed` when no provider has it, `OSError` when the disk is full."""
+    async with open_assembly(path, size_bytes, chunk_size, chunks) as assembly:
+        if not assembly.complete:
+            shelf.add(assembly)
+            try:
+                await fetch_chunks(
+                    swarm, assembly.wanted, providers, assembly.write, already=set(assembly.verified)
+                )
+            finally:
+                shelf.remove(assembly)
+        await assembly.finish()
