@@ -83,7 +83,7 @@ function fill(parent, parts) {
   const signature = JSON.stringify(parts);
   if (parent.dataset.signature === signature) return;
   parent.dataset.signature = signature;
-  parent.replaceChildren(...parts.map(([tag, className, content]) => element(tag, className, content)));
+  parent.replaceChildren(...parts.flatMap(([tag, className, content]) => [element(tag, className, content), " "]));
 }
 
 export class NodesTable {
