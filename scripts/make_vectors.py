@@ -5,8 +5,8 @@ Everything follows from constants below, so the files only change when the proto
     python scripts/make_vectors.py            # write them
     python scripts/make_vectors.py --check    # exit 1 if a file differs from what the code makes
 
-`docs/protocol.md` describes the rules. Byte strings are hex; a map with the one key "hex" is a byte string inside a
-message; 64-bit seeds are decimal strings; float32 values are the hex of their bits.
+`docs/protocol.md` describes the rules. Byte strings are hex; a map with the one key "hex" is a byte string
+inside a message; 64-bit seeds are decimal strings; float32 values are the hex of their bits.
 """
 
 import argparse

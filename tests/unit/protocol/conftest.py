@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.identity import Identity
-from protocol.messages import Completion, RolloutGroup, SamplingContract, VersionRun, prompt_hash
+from protocol.messages import Completion, RolloutGroup, SamplingContract, prompt_hash
 from protocol.run_spec import BaseModelRef, RunSpec
 from protocol.tasks import TaskSpec, assigned_task
 
@@ -58,8 +58,3 @@ def make_group(spec: RunSpec, identity: Identity) -> Callable[..., RolloutGroup]
         return group.model_copy(update=changes)
 
     return make
-
-
-@pytest.fixture
-def version_run() -> type[VersionRun]:
-    return VersionRun
