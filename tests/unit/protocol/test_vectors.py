@@ -1,4 +1,4 @@
-"""The vectors that other implementations test against are what this code makes, and each can be checked by itself."""
+"""The vectors that other implementations test against are what this code makes, and agree with each other."""
 
 import importlib.util
 import json
