@@ -167,6 +167,11 @@ class AddressBook:
         delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(record.failures - 1, 30))
         record.next_try_s = now_s + delay_s * self._rng.uniform(0.5, 1.0)
 
+    def note_trouble(self, key: PeerId, error: str) -> None:
+        """A connection to the peer was given up: no back-off, but the reason is shown."""
+        for record in self.records(key):
+            record.last_error = error
+
     def succeeded(self, key: PeerId, address: str) -> None:
         """A dial led to the peer and it said hello."""
         entry, record = self._entries.get(key), self._record(key, address)

@@ -44,6 +44,7 @@ PRESENCE_EVERY_S = 5.0
 PRESENCE_FULL_RATE_MEMBERS = 64
 """Above this many live members presence is announced less often in proportion: its cost stays level."""
 SAVE_EVERY_S = 10.0
+LEAVE_LINGER_S = 0.2
 LEAST_TRUST_TO_DIAL = 0.1
 
 MAX_REQUEST_BYTES = 4 * 1024
@@ -169,6 +170,8 @@ class Discovery:
         if self._presence is not None:
             with trio.move_on_after(timeout_s):
                 await self._announce(self._presence().model_copy(update={"leaving": True}))
+                # Gossip tells nobody when it has gone out, and a transport that stops now may not send it.
+                await trio.sleep(LEAVE_LINGER_S)
 
     # The service.
 
@@ -301,7 +304,11 @@ class Discovery:
             self._poke()
 
     async def _greet(self, peer: PeerId) -> None:
-        await self._greeter.greet_or_drop(peer)
+        """Exchange hellos with a peer that dialed this node, or has been silent."""
+        error = await self._greeter.greet(peer, again=True)
+        if error:
+            log.info("dropped the connection to %s: %s", node_name(peer), error)
+            self.book.note_trouble(peer, error)
         self._notify()
 
     def _heard_hello(self, peer: PeerId, hello: Hello, round_trip_s: float | None) -> None:

@@ -1,6 +1,5 @@
 """The hello exchange: a peer counts as connected once both sides have spoken, not when a port is open."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,11 +8,8 @@ import trio
 from peers.base import PeerId, TransportError
 from peers.swarm import Swarm
 from protocol.base import Message
-from protocol.identity import node_name
 from protocol.messages import Hello
 from protocol.refusals import RefusalReason, Refused
-
-log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
 HELLO_TRIES = 2
@@ -80,12 +76,6 @@ class Greeter:
         finally:
             self._busy.pop(peer, None)
             exchange.done.set()
-
-    async def greet_or_drop(self, peer: PeerId) -> None:
-        """Greet a peer that nobody waits for; say in the log if it was dropped."""
-        error = await self.greet(peer, again=True)
-        if error:
-            log.info("dropped the connection to %s: %s", node_name(peer), error)
 
     async def _exchange(self, peer: PeerId) -> str:
         error = ""
