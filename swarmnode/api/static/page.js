@@ -82,7 +82,8 @@ function show(state) {
   const { node = {}, run = {}, learner, nodes = [], series = {}, events = [] } = state;
   setText(byId("run-name"), run.name || "swarmnode");
   setText(byId("run-kind"), [run.preset, run.mode].filter(Boolean).join(" · "));
-  setText(byId("learner-state"), learner ? ` · ${learner.state || "starting"}` : "");
+  const doing = learner ? learner.state || "starting" : node.state;
+  setText(byId("doing"), doing ? ` · ${doing}` : "");
   setText(byId("me-name"), node.name ?? "");
   const order = policyOrder(state);
   showAccuracy(state, order);
@@ -99,6 +100,7 @@ function show(state) {
   showEvents(events);
   showFacts(state);
   showInvite(node.invite);
+  byId("footer-token").hidden = sessionStorage.getItem(TOKEN_KEY) === null;
 }
 
 const points = (series) => (series ?? []).filter((point) => isNumber(point.value) && isNumber(point.t));

@@ -299,6 +299,7 @@ export function showFacts(state) {
     ...(policy ? [["Policy", `${policy.name ?? ""} ${shortKey(policy.id)}`.trim(), policy.id]] : []),
     ["Node key", shortKey(node.key), node.key],
     ["Listens on", (node.listen_addrs ?? []).join("\n") || "nothing"],
+    ...(node.seeds?.length ? [["Seeds", node.seeds.join("\n")]] : []),
     ["Data directory", node.data_dir ?? "–"],
     ["Memory of the node process", megabytes(node.rss_mb)],
     ["Software", node.software ?? "–"],
