@@ -28,7 +28,7 @@ from peers.base import (
 )
 from peers.drop_oldest import DropOldestBroadcast
 from peers.libp2p_address import peer_id_to_text, split_peer_id
-from peers.request_gate import GateFull, RequestGate
+from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
 from protocol.identity import Identity
 from protocol.limits import MAX_ANNOUNCEMENT_BYTES
 
@@ -40,7 +40,6 @@ PIECE_BYTES = 16 * 1024
 SEEN_MESSAGES = 16_384
 GOSSIP_QUEUE = 512
 EVENT_QUEUE = 256
-HANDLER_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)

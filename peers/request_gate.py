@@ -12,6 +12,10 @@ WAITING_PER_SLOT = 8
 """Requests that may wait for each that runs: enough for a burst, bounded so that a flood is refused."""
 
 
+HANDLER_TIMEOUT_S = 120.0
+"""A handler that takes longer is cancelled and its stream closed."""
+
+
 class GateFull(Exception):
     """Too many requests wait already."""
 
