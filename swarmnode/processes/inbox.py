@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from swarmnode.processes.channel import Channel, ChannelClosed
@@ -26,17 +27,22 @@ class Inbox:
     process ends at once: nobody is left to tell.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, end_process: Callable[[int], None] = os._exit) -> None:
+        """`end_process` takes an exit code and does not return; tests put something milder there."""
         self._channel = channel
+        self._end_process = end_process
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(INBOX_BOUND)
         self._stopping = False
 
     def start(self) -> None:
-        """Read from now on, and take signals: interrupts are left to the node, a termination is a stop."""
+        """Read from now on."""
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def take_signals(self) -> None:
+        """Interrupts are left to the node, a termination is a stop. Main thread only."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
-        threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def stop(self) -> None:
         """Ask for an end; may be called from any thread and from a signal handler."""
@@ -44,7 +50,7 @@ class Inbox:
             return
         self._stopping = True
         self._messages.put(None)  # wakes a waiting `receive`
-        deadline = threading.Timer(STOP_GRACE_S, os._exit, args=(0,))
+        deadline = threading.Timer(STOP_GRACE_S, self._end_process, args=(0,))
         deadline.daemon = True
         deadline.start()
 
@@ -76,4 +82,4 @@ class Inbox:
                 self._room.acquire()
                 self._messages.put(message)
         except ChannelClosed:
-            os._exit(1)
+            self._end_process(1)

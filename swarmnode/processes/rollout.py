@@ -300,6 +300,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel.from_environment()
     inbox = Inbox(channel)
+    inbox.take_signals()
     inbox.start()
     try:
         serve(channel, inbox)
