@@ -94,6 +94,7 @@ def join(
     model: Annotated[
         str | None, typer.Option(help="The run's model on this machine; else it is fetched from peers.")
     ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to look for a node of the run at first.")] = 60.0,
     name: Name = None,
     listen: Listen = None,
     announce: Announce = None,
@@ -120,7 +121,9 @@ def join(
     overrides = _overrides(name, listen, announce, None, api_host, api_port)
     overrides["role"] = role
     overrides["model"] = model
-    _start(directory, settings, overrides, parsed, invite_file, role_is_chosen=role is not None)
+    _start(
+        directory, settings, overrides, parsed, invite_file, role_is_chosen=role is not None, timeout=timeout
+    )
 
 
 def _overrides(
@@ -178,13 +181,21 @@ def _start(
     invite: Invite | None,
     invite_file: Path | None,
     role_is_chosen: bool = True,
+    timeout: float = 60.0,
 ) -> None:
     import trio
 
     from swarmnode.runtime.node import Node
 
     settings = with_overrides(settings, overrides)
-    node = Node(directory, settings, invite=invite, invite_file=invite_file, role_is_chosen=role_is_chosen)
+    node = Node(
+        directory,
+        settings,
+        invite=invite,
+        invite_file=invite_file,
+        role_is_chosen=role_is_chosen,
+        join_timeout_s=timeout,
+    )
     trio.run(node.run)
 
 

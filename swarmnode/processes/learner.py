@@ -146,6 +146,7 @@ class LearnerProcess:
         self._state = ""
         self._first_training: float | None = None
         self._bad_groups: list[bytes] = []
+        self._told_to_finish = False
 
     def run(self) -> None:
         """Until the node asks for an end. Raises what keeps it from going on."""
@@ -199,6 +200,7 @@ class LearnerProcess:
                 "type": "ready",
                 "version": self._learner.version,
                 "consumed": self._learner.consumed,
+                "eval_before": self._learner.eval_before,
                 "publication": publication_message(self._publication),
             }
         )
@@ -210,6 +212,8 @@ class LearnerProcess:
         message = self._inbox.receive(timeout_s)
         if message is not None and message["type"] == "group":
             self._add_group(message)
+        elif message is not None and message["type"] == "finish":
+            self._told_to_finish = True
         return message
 
     def _add_group(self, message: dict[str, Any]) -> None:
@@ -327,7 +331,11 @@ class LearnerProcess:
 
     def _finished(self) -> bool:
         limit = self._settings.max_updates
-        return self._seconds_left() <= 0 or (limit is not None and self._learner.updates >= limit)
+        return (
+            self._told_to_finish
+            or self._seconds_left() <= 0
+            or (limit is not None and self._learner.updates >= limit)
+        )
 
 
 def training_group(message: dict[str, Any]) -> TrainingGroup:
@@ -374,7 +382,7 @@ def main() -> int:
     disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.from_environment()
-    # At once, in the middle of anything: nobody is left to tell, and files on disk are complete at any moment.
+    # At once, in the middle of anything: nobody is left to tell, and files on disk are always complete.
     inbox = Inbox(channel, on_gone=lambda: os._exit(1))
     signal.signal(signal.SIGTERM, inbox.stop)
     inbox.start()

@@ -20,7 +20,6 @@ from swarmnode.runtime.run_setup import open_spec
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
 ASSETS_TIMEOUT_S = 600.0
 MAX_INVITE_SEEDS = 6
@@ -35,10 +34,10 @@ def serve_spec(swarm: Swarm, spec_envelope: bytes) -> None:
     swarm.serve("run_spec_request", handle)
 
 
-async def fetch_spec(swarm: Swarm, discovery: Discovery) -> tuple[RunSpec, bytes]:
+async def fetch_spec(swarm: Swarm, discovery: Discovery, timeout_s: float) -> tuple[RunSpec, bytes]:
     """The run's spec and its envelope. Raises `TransportError` when no seed was reached in
-    `JOIN_TIMEOUT_S`."""
-    with trio.move_on_after(JOIN_TIMEOUT_S):
+    `timeout_s`."""
+    with trio.move_on_after(timeout_s):
         while True:
             await discovery.wait_connected()
             for peer in discovery.connected():
@@ -52,7 +51,7 @@ async def fetch_spec(swarm: Swarm, discovery: Discovery) -> tuple[RunSpec, bytes
             await trio.sleep(1.0)
     seeds = "; ".join(str(status) for status in discovery.seed_status())
     raise TransportError(
-        f"could not reach the run in {JOIN_TIMEOUT_S:.0f} s ({seeds}). Is a node of the run up there? "
+        f"could not reach the run in {timeout_s:.0f} s ({seeds}). Is a node of the run up there? "
         "Ask its owner for a new invite ('swarmnode invite')"
     )
 

@@ -71,12 +71,14 @@ class Node:
         invite: Invite | None = None,
         invite_file: Path | None = None,
         role_is_chosen: bool = True,
+        join_timeout_s: float = 60.0,
     ) -> None:
         self.directory = directory
         self.config = config
         self._invite = invite
         self._invite_file = invite_file
         self._role_is_chosen = role_is_chosen
+        self._join_timeout_s = join_timeout_s
         self._refused: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
         self._sequence = self._sequence_end = 0
@@ -122,7 +124,7 @@ class Node:
             self.identity,
             listen=list(network.listen),
             announce=list(network.announce),
-            network_key=self._invite.network_key if self._invite else None,
+            private_network_key=self._invite.network_key if self._invite else None,
         )
         self.transport = transport
         self.versions = VersionStore(self.directory.policies_path, run_id)
@@ -184,7 +186,7 @@ class Node:
 
     async def _join(self, spec: RunSpec | None) -> RunSpec:
         if spec is None:
-            spec, self.spec_envelope = await fetch_spec(self.swarm, self.discovery)
+            spec, self.spec_envelope = await fetch_spec(self.swarm, self.discovery, self._join_timeout_s)
             atomic_write(self.directory.spec_path, self.spec_envelope)
         serve_spec(self.swarm, self.spec_envelope)
         role: Role = self.config.role
