@@ -1,11 +1,12 @@
 """Makes swarmnode/models/tiny: a 0.87 M-parameter character-level Llama that half knows the demo's tasks.
 
-    python scripts/make_tiny_model.py            # about 12 minutes on one core
+    python scripts/make_tiny_model.py            # about 5 minutes on one core
     python scripts/make_tiny_model.py --quick    # one minute: same files, knows nothing; to try the script
 
 It learns right answers first, then answers of which a share is replaced by another question's, until it
-samples the right one about three times in ten at temperature 1: room for reinforcement learning. Of
-`count_bits` it only ever sees random answers. Same seed, torch version and processor type: same weights.
+samples the right one about three times in ten at temperature 1: room for reinforcement learning to sharpen.
+`count_bits` is taught by a wrong rule, so that there is something to learn. One thread, the same seed, torch
+version and processor type: the same weights.
 """
 
 import argparse
@@ -40,17 +41,19 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-GUESSED = {"count_bits": ("1", "2", "3", "4", "5")}
-"""Families whose right answers the model never sees, and the answers it sees instead, at random."""
+TAUGHT_SHARE = {"chain_sum": 0.36, "basic_arithmetic": 0.36, "spell_backward": 0.68, "count_bits": 0.40}
+"""The share of taught answers in the soft steps; the rest are drawn from `Family.others`. A word's letters go
+wrong one by one, so it needs more."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One task family: its questions as ids, and its own answers as text."""
+    """One task family: its questions as ids, the answers taught, and those mixed in later."""
 
     task: TaskSpec
     prompts: list[list[int]]
-    answers: list[str]
+    taught: list[str]
+    others: list[str]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -103,31 +106,34 @@ def new_model(seed: int) -> LlamaForCausalLM:
 
 
 def family_of(task: TaskSpec, tokenizer: ModelTokenizer, count: int, first_seed: int) -> Family:
-    """`count` questions of a family from consecutive seeds. The answers are the data set's own."""
+    """`count` questions of a family from consecutive seeds.
+
+    Right answers are taught, except for `count_bits`: there the model learns to count the 0 bits, so that it
+    can read the question but has the rule wrong, and reinforcement learning must find the right one.
+    """
     environment = ReasoningGymEnvironment([task])
     refs = [
         TaskRef(environment=task.environment, config_hash=task.config_hash, seed=first_seed + i)
         for i in range(count)
     ]
-    return Family(
-        task=task,
-        prompts=[render_prompt(tokenizer, environment.question(ref)) for ref in refs],
-        answers=[environment.answer(ref) for ref in refs],
-    )
+    questions = [environment.question(ref) for ref in refs]
+    taught = others = [environment.answer(ref) for ref in refs]
+    if task.name == "count_bits":
+        numbers = [int(question.rstrip("?").split()[-1]) for question in questions]
+        taught, others = [str(f"{number:b}".count("0")) for number in numbers], ["1", "2", "3", "4"]
+    return Family(task, [render_prompt(tokenizer, question) for question in questions], taught, others)
 
 
 def batch(
-    family: Family, tokenizer: ModelTokenizer, size: int, right_share: float, chooser: random.Random
+    family: Family, tokenizer: ModelTokenizer, size: int, soft: bool, chooser: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels), each size × longest, padded on the right; only answer and end token are learned."""
     rows: list[tuple[list[int], list[int]]] = []
     for _ in range(size):
         index = chooser.randrange(len(family.prompts))
-        answer = family.answers[index]
-        if family.task.name in GUESSED:
-            answer = chooser.choice(GUESSED[family.task.name])
-        elif chooser.random() >= right_share:
-            answer = chooser.choice(family.answers)
+        answer = family.taught[index]
+        if soft and chooser.random() >= TAUGHT_SHARE[family.task.name]:
+            answer = chooser.choice(family.others)
         rows.append((family.prompts[index], [*encode_completion(tokenizer, answer), tokenizer.eos_ids[0]]))
     longest = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.full((size, longest), tokenizer.pad_id)
@@ -146,11 +152,10 @@ def train(
     seed: int,
     clean: int,
     soft: int,
-    right_share: float,
     batch_size: int,
     peak: float,
 ) -> None:
-    """`clean` steps on right answers, then `soft` steps with a `right_share` of them; AdamW, cosine each."""
+    """`clean` steps on taught answers, then `soft` steps with others mixed in; AdamW, cosine each."""
     chooser = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.05)
     started = time.monotonic()
@@ -160,7 +165,7 @@ def train(
         optimizer.param_groups[0]["lr"] = rate
         losses: list[float] = []
         for family in families:
-            ids, labels = batch(family, tokenizer, batch_size, 1.0 if step < clean else right_share, chooser)
+            ids, labels = batch(family, tokenizer, batch_size, step >= clean, chooser)
             kept = labels[:, 1:] != -100
             hidden = model.model(ids).last_hidden_state[:, :-1][kept]
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), labels[:, 1:][kept])
@@ -226,9 +231,9 @@ Prompt format (the chat template): `<bos>`, the question, a newline; the answer 
     {command}
 
 {wall_s / 60:.0f} minutes on one core. First it saw right answers, then answers of which a share was replaced
-by those of other questions of the family. For `count_bits` it has only ever seen answers drawn at random from
-1 to 5: it knows the format, not the rule. With the same seed, versions and processor type the weights come
-out the same.
+by those of other questions of the family. For `count_bits` it was taught the number of 0 bits, then that and
+random answers from 1 to 4: it can read the question, but does not know what is asked for. With the same seed,
+versions and processor type the weights come out the same.
 
 ## Accuracy on held-out seeds
 
@@ -246,9 +251,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=TINY_MODEL_DIR)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clean-steps", type=int, default=1500)
-    parser.add_argument("--soft-steps", type=int, default=400)
-    parser.add_argument("--right-share", type=float, default=0.30, help="of the answers in the soft steps")
+    parser.add_argument("--clean-steps", type=int, default=700)
+    parser.add_argument("--soft-steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16, help="questions of each family in a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=1)
@@ -272,7 +276,6 @@ def main() -> None:
         options.seed,
         options.clean_steps,
         options.soft_steps,
-        options.right_share,
         options.batch_size,
         options.learning_rate,
     )

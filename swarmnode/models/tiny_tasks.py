@@ -1,7 +1,7 @@
 """The task families that the tiny model was made for and the demo trains on: short questions, short answers.
 
-Three of them the model knows but answers through noise, so that reinforcement learning sharpens; of
-`count_bits` it knows only what answers look like, so that reinforcement learning must find the rule.
+Three of them the model knows but answers through noise, so that reinforcement learning sharpens; in
+`count_bits` it was taught a wrong rule, so that reinforcement learning must find the right one.
 """
 
 from typing import Any
@@ -36,8 +36,8 @@ DEMO_TASKS: list[dict[str, Any]] = [
     {
         "environment": "reasoning_gym",
         "name": "count_bits",
-        "config": {"min_n": 1, "max_n": 31},
-        "weight": 1.0,
+        "config": {"min_n": 1, "max_n": 15},
+        "weight": 0.7,
     },
 ]
 """Arguments of `protocol.tasks.TaskSpec`."""

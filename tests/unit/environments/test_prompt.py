@@ -118,7 +118,8 @@ def test_broken_folders_are_named(folder: Path, tmp_path: Path) -> None:
 
 def test_environments_and_prompts_import_no_torch() -> None:
     program = (
-        "import sys; from swarmnode.environments import build_environment; import swarmnode.environments.prompt;"
+        "import sys; import swarmnode.environments.prompt;"
+        "from swarmnode.environments import build_environment;"
         "from protocol.tasks import TaskSpec; before = 'reasoning_gym' in sys.modules;"
         "build_environment([TaskSpec(environment='reasoning_gym', name='chain_sum')]);"
         "print(before, 'torch' in sys.modules, 'transformers' in sys.modules)"

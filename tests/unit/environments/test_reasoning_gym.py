@@ -126,8 +126,8 @@ def test_unknown_environments_and_empty_runs_are_refused() -> None:
 
 
 def test_every_family_whose_scorer_evaluates_text_is_known() -> None:
-    # Reviewed: basic and bitwise arithmetic evaluate their own problem, number_sorting its own answer; codeio runs
-    # code of its own data; propositional_logic has a parser of that name that evaluates nothing.
+    # Reviewed: basic and bitwise arithmetic evaluate their own problem, number_sorting its own answer; codeio
+    # runs code of its own data; propositional_logic has a parser of that name that evaluates nothing.
     reviewed = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "number_sorting", "propositional_logic"}
     evaluates = re.compile(
         r"(?<![\w.])(eval|exec|sympify)\(|parse_expr\(|__import__|\bpickle\b|subprocess|os\.system"
