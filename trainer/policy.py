@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.batching import MicroBatch
 from trainer.forward import forward_rows
-from trainer.shared_prompts import forward_shared_prompts, shared_prompts_work
+from trainer.shared_prompts import can_share_prompts, forward_shared_prompts, shared_prompts_work
 
 ENTROPY_ROWS = 1024
 """Positions whose full distribution is held at once to measure entropy."""
@@ -49,7 +49,7 @@ class Policy:
 
     def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Log-probs [B, T] of the completion tokens under softmax(logits / temperature), in float32."""
-        shared = self.share_prompts and int(batch.prompt_lengths_P.min()) > 1
+        shared = self.share_prompts and can_share_prompts(self.model.config, batch)
         forward = forward_shared_prompts if shared else forward_rows
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             logits_BTV = forward(self.model, batch)

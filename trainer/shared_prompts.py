@@ -12,7 +12,7 @@ import logging
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from trainer.batching import MicroBatch, PromptRows, TrainingRow, collate
 from trainer.forward import forward_rows
@@ -55,6 +55,26 @@ def forward_shared_prompts(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     return logits
 
 
+def can_share_prompts(config: PreTrainedConfig, batch: MicroBatch) -> bool:
+    """Whether this batch comes out exact: no prompt of one token, nothing longer than `longest_exact`."""
+    longest = batch.prompt_ids_PL.shape[1] + batch.completion_ids_BT.shape[1]
+    return int(batch.prompt_lengths_P.min()) > 1 and longest <= longest_exact(config)
+
+
+def longest_exact(config: PreTrainedConfig) -> float:
+    """Tokens up to which a cached prompt is what it would be in the whole sequence.
+
+    Sliding and chunked attention count places in the cache, padding included, and some rotary embeddings
+    depend on the length of what is computed at once.
+    """
+    limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limits.append(rope.get("original_max_position_embeddings"))
+        limits.append(getattr(config, "max_position_embeddings", None))
+    return min((limit for limit in limits if limit is not None), default=float("inf"))
+
+
 def shared_prompts_work(model: PreTrainedModel) -> bool:
     """Whether this model gives the same logits both ways; not all architectures keep their past in such a
     cache.
@@ -76,6 +96,8 @@ def shared_prompts_work(model: PreTrainedModel) -> bool:
         for length, counts in ((3, (1, 5)), (9, (4, 2, 3)))
     ]
     batch = collate(groups).to(next(model.parameters()).device)
+    if not can_share_prompts(model.config, batch):
+        return False
     try:
         with torch.no_grad():
             plain, shared = forward_rows(model, batch).float(), forward_shared_prompts(model, batch).float()
