@@ -37,8 +37,8 @@ MAX_PEERS_PER_REPLY = 64
 
 MAX_GROUP_SIZE = 64
 MAX_COMPLETION_TOKENS = 32_768
-MAX_VERSION_RUNS = 256
-"""Weight changes inside one completion."""
+MAX_VERSION_RUNS = 64
+"""Versions that one completion's tokens may come from."""
 MAX_TEXT_CHARS = 262_144
 MAX_TOKEN_ID = 2**31 - 1
 MAX_VERSION = 2**40

@@ -117,6 +117,36 @@ def test_the_log_of_any_normal_number_is_close(value: float) -> None:
     assert abs(result - exact) <= 1e-7 * abs(exact)
 
 
+def documented_log(value: np.float32) -> np.float32:
+    """The steps of docs/protocol.md, section 6, one rounded operation at a time."""
+    f = np.float32
+    word = int(value.view(np.uint32))
+    exponent = (word >> 23) - 126
+    m = np.uint32((word & 0x7FFFFF) | 126 << 23).view(np.float32)
+    if m < f(0.70710677):
+        exponent, x = exponent - 1, f(f(m + m) - f(1))
+    else:
+        x = f(m - f(1))
+    s, p, e = f(x * x), f(7.0376836292e-2), f(exponent)
+    for coefficient in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1):
+        p = f(f(p * x) + f(coefficient))
+    for coefficient in (-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):
+        p = f(f(p * x) + f(coefficient))
+    y = f(f(p * x) * s)
+    y = f(y + f(e * f(-2.12194440e-4)))
+    y = f(y - f(f(0.5) * s))
+    return f(f(x + y) + f(e * f(0.693359375)))
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**23 - 1))
+def test_the_noise_follows_the_documented_steps_to_the_last_bit(top: int) -> None:
+    uniform = np.float32((top + 0.5) / 2**23)
+    first = -documented_log(uniform)
+    assert exact_log(np.array([uniform]))[0].tobytes() == (-first).tobytes()
+    assert exact_log(np.array([first]))[0].tobytes() == documented_log(first).tobytes()
+
+
 def test_exact_values_of_the_log() -> None:
     values = np.array([1.0, 2.0, 0.5, 4.0], dtype=np.float32)
     assert exact_log(values)[0] == 0
