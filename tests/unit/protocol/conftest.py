@@ -4,11 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from protocol.identity import Identity
 from protocol.messages import Completion, RolloutGroup, SamplingContract, prompt_hash
 from protocol.run_spec import BaseModelRef, RunSpec
 from protocol.tasks import TaskSpec, assigned_task
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 POLICY = bytes(range(32))
 

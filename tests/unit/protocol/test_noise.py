@@ -73,41 +73,46 @@ def test_the_vocabulary_size_only_cuts(size: int) -> None:
     assert gumbel_noise(SEED, 1, 2, size).dtype == np.float32
 
 
-def all_uniforms() -> npt.NDArray[np.float32]:
-    """Every number that the noise starts from: (k + 0.5) / 2^23."""
-    return (np.arange(2**23, dtype=np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+def some_uniforms() -> npt.NDArray[np.float32]:
+    """The numbers that the noise starts from, (k + 0.5) / 2^23: every seventh, and all near 0 and 1."""
+    edge = 2**14
+    steps = np.concatenate(
+        [np.arange(edge), np.arange(edge, 2**23 - edge, 7), np.arange(2**23 - edge, 2**23)]
+    )
+    return (steps.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 @pytest.fixture(scope="module")
 def first_log() -> npt.NDArray[np.float32]:
-    return -exact_log(all_uniforms())
+    return -exact_log(some_uniforms())
 
 
 def relative_error(values: npt.NDArray[np.float32], exact: npt.NDArray[np.float64]) -> float:
     return float(np.max(np.abs(values.astype(np.float64) - exact) / np.abs(exact)))
 
 
-def test_every_uniform_is_exact_and_inside_zero_and_one() -> None:
-    uniforms = all_uniforms()
-    steps = np.arange(2**23, dtype=np.float64)
-    assert np.array_equal(uniforms.astype(np.float64), (steps + 0.5) / 2**23)
-    assert uniforms.min() > 0
-    assert uniforms.max() < 1
+def test_a_uniform_is_exact_and_inside_zero_and_one() -> None:
+    uniforms = some_uniforms()
+    steps = uniforms.astype(np.float64) * 2**23 - 0.5
+    assert np.array_equal(steps, np.floor(steps))
+    assert (uniforms.min(), uniforms.max()) == (2.0**-24, 1 - 2.0**-24)
 
 
-def test_the_log_of_every_uniform_is_close(first_log: npt.NDArray[np.float32]) -> None:
-    assert relative_error(first_log, -np.log(all_uniforms().astype(np.float64))) < 1e-7
+def test_the_log_of_a_uniform_is_close(first_log: npt.NDArray[np.float32]) -> None:
+    assert relative_error(first_log, -np.log(some_uniforms().astype(np.float64))) < 1e-7
     assert first_log.min() > 0
 
 
-def test_the_log_of_every_log_is_close_and_the_noise_is_finite(first_log: npt.NDArray[np.float32]) -> None:
+def test_the_log_of_that_log_is_close_and_the_noise_is_finite_and_ascends(
+    first_log: npt.NDArray[np.float32],
+) -> None:
     noise = -exact_log(first_log)
     exact = -np.log(first_log.astype(np.float64))
     assert float(np.max(np.abs(noise.astype(np.float64) - exact) / np.maximum(np.abs(exact), 1e-6))) < 1e-7
     assert np.isfinite(noise).all()
     assert float(noise.max()) == pytest.approx(math.log(2**24), abs=1e-5)
     assert float(noise.min()) == pytest.approx(-math.log(math.log(2**24)), abs=1e-6)
-    assert np.all(np.diff(noise[:: 2**9]) > 0)
+    assert np.all(np.diff(noise) >= 0)
 
 
 @given(st.floats(2.0**-126, 2.0**127, width=32))
@@ -170,10 +175,10 @@ def gumbel_distance(sample: npt.NDArray[np.float64]) -> float:
     "sample",
     [
         lambda: gumbel_noise(SEED, 0, 0, 100_000),
-        lambda: np.array([gumbel_noise(SEED, 0, position, 5)[2] for position in range(5000)]),
-        lambda: np.array([gumbel_noise(SEED, completion, 9, 5)[4] for completion in range(5000)]),
-        lambda: np.array([gumbel_noise(seed, 0, 0, 5)[1] for seed in range(5000)]),
-        lambda: np.array([gumbel_noise(seed << 32, 0, 0, 5)[1] for seed in range(5000)]),
+        lambda: np.array([gumbel_noise(SEED, 0, position, 5)[2] for position in range(2500)]),
+        lambda: np.array([gumbel_noise(SEED, completion, 9, 5)[4] for completion in range(2500)]),
+        lambda: np.array([gumbel_noise(seed, 0, 0, 5)[1] for seed in range(2500)]),
+        lambda: np.array([gumbel_noise(seed << 32, 0, 0, 5)[1] for seed in range(2500)]),
     ],
     ids=["tokens", "positions", "completions", "seeds-low", "seeds-high"],
 )
