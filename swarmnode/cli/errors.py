@@ -20,7 +20,12 @@ def as_user_error(error: BaseException) -> UserError | None:
         return known[0] if all(known) else None
     if isinstance(error, UserError):
         return error
+    from swarmnode.api.server import ApiError
+    from swarmnode.runtime.node import NodeFailed
+
     mendable = (
+        ApiError,
+        NodeFailed,
         ConfigError,
         DataError,
         InviteError,
@@ -29,10 +34,6 @@ def as_user_error(error: BaseException) -> UserError | None:
         StoreError,
         TransportError,
     )
-    if isinstance(error, mendable) or type(error).__name__ in (
-        "ApiError",
-        "NodeFailed",
-        "EnvironmentConfigError",
-    ):
+    if isinstance(error, mendable):
         return UserError(" ".join(str(error).split()))
     return None

@@ -119,6 +119,11 @@ class TransformersEngine:
     def version(self) -> int | None:
         return self._version
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids lie below this."""
+        return int(self._config.get_text_config(decoder=True).vocab_size)
+
     def load(self, path: Path, version: int, check: Callable[[], None] | None = None) -> None:
         """Replace the weights by those of a safetensors file. Whatever goes wrong, the old ones stay.
 
@@ -298,8 +303,7 @@ class TransformersEngine:
     def _check_memory(self, sequences: int, prompt_tokens: int, max_new_tokens: int) -> None:
         """The cache (twice while rows are dropped), the logits and their noise, before either is made."""
         per_token = cache_bytes_per_token(self._config, self._dtype)
-        vocabulary = self._config.get_text_config(decoder=True).vocab_size
-        per_sequence = 2 * per_token * (prompt_tokens + max_new_tokens) + 4 * 4 * vocabulary
+        per_sequence = 2 * per_token * (prompt_tokens + max_new_tokens) + 4 * 4 * self.vocabulary_size
         refuse_unless_fits(
             sequences * per_sequence,
             self._device,

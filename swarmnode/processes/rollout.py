@@ -157,6 +157,8 @@ class RolloutWorker:
         """Largest difference to the learner's log-probs. Raises `LoadError` when it is too large."""
         if len(tokens) != len(logprobs) + 1 or not logprobs:
             raise LoadError(f"the probe has {len(tokens)} tokens and {len(logprobs)} log-probs")
+        if not all(0 <= token < self.engine.vocabulary_size for token in tokens):
+            raise LoadError("the probe has a token that the model lacks")
         own = self.engine.probe(tokens)
         error = max(abs(mine - theirs) for mine, theirs in zip(own, logprobs, strict=True))
         # Written so that a difference that is not a number fails as well.

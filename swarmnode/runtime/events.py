@@ -10,7 +10,7 @@ from typing import Any
 log = logging.getLogger("swarmnode")
 
 MAX_EVENTS = 200
-MAX_POINTS = 4_000
+MAX_POINTS = 1_000
 """Points kept per series; beyond, every second one of the older half is dropped, so that the whole run
 stays visible."""
 

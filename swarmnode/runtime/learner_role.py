@@ -396,8 +396,8 @@ class LearnerRole:
         for lag, count in message["staleness"].items():
             status.staleness[int(lag)] += count
             status.max_staleness_seen = max(status.max_staleness_seen, int(lag))
-        if "reward" in status.metrics:
-            self._on_metric("reward", version, status.metrics["reward"])
+        if "reward_mean" in status.metrics:
+            self._on_metric("reward", version, status.metrics["reward_mean"])
         if self.learner_process is not None:
             try:
                 self.learner_process.send({"type": "ack", "version": version})

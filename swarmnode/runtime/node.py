@@ -232,7 +232,7 @@ class Node:
     def _print_welcome(self, api: ApiServer | None) -> None:
         log.info("node %s (%s) in run %s", self.name, self.config.role, self.spec.name)
         if api is not None:
-            log.info("page: %s", api.page_url)
+            log.info("page: %s", api.page_url.partition("?")[0])
         invite = self.invite_text()
         if invite is None:
             return

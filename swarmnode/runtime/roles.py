@@ -395,7 +395,7 @@ class Roles:
             values |= {
                 "updates": status.updates,
                 "accepted": sum(self.learner.accepted_from.values()),
-                "reward": status.metrics.get("reward"),
+                "reward": status.metrics.get("reward_mean"),
                 "accuracy": accuracy,
             }
         if self.worker is not None:
