@@ -1,5 +1,6 @@
 """Which addresses lead to which peer, and when each may be dialed again. Pure: no clock, no I/O."""
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -108,7 +109,8 @@ class AddressBook:
         """
         if key == self._own_key:
             return False
-        valid = [address for address in dict.fromkeys(addresses) if valid_address(key, address)]
+        few = itertools.islice(dict.fromkeys(addresses), MAX_ADDRESSES_PER_PEER)
+        valid = [address for address in few if valid_address(key, address)]
         entry = self._entries.get(key)
         if entry is None:
             if not valid or not self._make_room(own_word):
@@ -222,16 +224,14 @@ class AddressBook:
     def _make_room(self, own_word: bool) -> bool:
         if len(self._entries) < MAX_PEERS:
             return True
-        droppable = [
-            key
-            for key, entry in self._entries.items()
-            if key not in self.kept and not any(record.seed for record in entry.records.values())
-        ]
-        hearsay = [key for key in droppable if not self._entries[key].own_word]
-        if not own_word and not hearsay:
+        hearsay = (key for key, entry in self._entries.items() if not entry.own_word and self._droppable(key))
+        oldest = next(hearsay, None)
+        if oldest is None and own_word:
+            oldest = next((key for key in self._entries if self._droppable(key)), None)
+        if oldest is None:
             return False
-        candidates = hearsay or droppable
-        if not candidates:
-            return False
-        del self._entries[min(candidates, key=lambda key: self._entries[key].learned_s)]
+        del self._entries[oldest]
         return True
+
+    def _droppable(self, key: PeerId) -> bool:
+        return key not in self.kept and not any(r.seed for r in self._entries[key].records.values())

@@ -1,11 +1,15 @@
 """Giving chunks to others: where chunks come from, and the service that reads, paces and sends them.
 
-A request is a signed `chunk_request` envelope, checked like any call. The reply is one status byte and
-then, for 0, bytes of the chunk from the asked offset on (perhaps not all: the asker goes on from there),
-or, for 1, a signed `refusal`. The bytes need no signature: the chunk's hash is their proof.
+A request is a signed `chunk_request` envelope, checked like any call. The reply is one status byte and then,
+for 0, bytes of the chunk from the asked offset on (perhaps not all: the asker goes on from there); for 1, a
+signed `refusal`; for 2 (the chunk is not here), a bit map of which chunks are: those of the file that the
+asked one is part of, in their order, chunk i at bit i % 8 (least first) of byte i // 8; empty if no such file
+is known. Neither bytes nor bit map need a signature: a chunk's hash is its proof, and the map is only a hint.
 """
 
+import logging
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 import trio
@@ -16,10 +20,15 @@ from protocol import limits
 from protocol.messages import ChunkRequest
 from protocol.refusals import RefusalReason, Refused
 
+log = logging.getLogger(__name__)
+
 CHUNK_PROTOCOL = "/swarmnode/chunk/1"
-DATA, REFUSAL = b"\x00", b"\x01"
+DATA, REFUSAL, LACKING = b"\x00", b"\x01", b"\x02"
 
 MAX_REQUEST_BYTES = 4 * 1024
+OVERSIZE_SLACK_BYTES = 60 * 1024
+"""Requests a little too large are read, so that the sender can be told; larger ones end with their stream."""
+
 MAX_CONCURRENT_READS = 8
 """Chunks read and handed to the transport at once: 32 MiB at the largest chunk size."""
 
@@ -37,6 +46,18 @@ class ChunkStore(Protocol):
     async def read(self, chunk: bytes, offset: int) -> bytes:
         """The chunk from `offset` on. Raises `KeyError` if it is not here, `OSError` if it cannot be read."""
         ...
+
+    def holdings(self, chunk: bytes) -> bytes | None:
+        """Bit map of what is here of the file that `chunk` is part of; None if no such file is known."""
+        ...
+
+
+def bit_map(count: int, held: Iterable[int]) -> bytes:
+    """`count` bits of which those at the indices `held` are set."""
+    bits = bytearray(-(-count // 8))
+    for index in held:
+        bits[index // 8] |= 1 << index % 8
+    return bytes(bits)
 
 
 class ChunkShelf:
@@ -61,6 +82,10 @@ class ChunkShelf:
             if store.has(chunk):
                 return await store.read(chunk, offset)
         raise KeyError(chunk)
+
+    def holdings(self, chunk: bytes) -> bytes | None:
+        maps = (store.holdings(chunk) for store in self._stores)
+        return next((found for found in maps if found is not None), None)
 
 
 class ChunkServer:
@@ -87,35 +112,35 @@ class ChunkServer:
         swarm.transport.serve(
             CHUNK_PROTOCOL,
             self._answer,
-            max_request_bytes=MAX_REQUEST_BYTES,
+            max_request_bytes=MAX_REQUEST_BYTES + OVERSIZE_SLACK_BYTES,
             max_concurrent=MAX_CONCURRENT_READS,
         )
 
     async def _answer(self, peer: PeerId, data: bytes) -> bytes:
         try:
-            piece = await self._read(peer, data)
+            return await self._serve(peer, data)
         except Refused as refused:
             self._swarm.refuse(peer, refused.reason, refused.detail)
             return REFUSAL + self._swarm.seal_refusal(refused)
-        self.bytes_served[peer] += len(piece)
-        return DATA + piece
 
-    async def _read(self, peer: PeerId, data: bytes) -> bytes:
+    async def _serve(self, peer: PeerId, data: bytes) -> bytes:
         envelope = await self._swarm.admit(peer, data, MAX_REQUEST_BYTES)
         if envelope.kind != "chunk_request":
             raise Refused(RefusalReason.WRONG_KIND, f"expected chunk_request, got {envelope.kind!r}")
         request = ChunkRequest.decode(envelope.body)
-        name = request.chunk.hex()[:12]
         if not self._store.has(request.chunk):
-            raise Refused(RefusalReason.NOT_FOUND, f"chunk {name} is not here")
+            return LACKING + (self._store.holdings(request.chunk) or b"")
         try:
             piece = (await self._store.read(request.chunk, request.offset))[: self._piece_bytes]
         except (KeyError, OSError) as error:
-            raise Refused(RefusalReason.NOT_FOUND, f"chunk {name} is not here any more") from error
+            # Deleted or closed meanwhile: an old version's time is over.
+            log.info("chunk %s could not be read: %s", request.chunk.hex()[:12], error)
+            return LACKING
         if not piece:
-            raise Refused(RefusalReason.MALFORMED, f"chunk {name} ends before offset {request.offset}")
+            raise Refused(RefusalReason.MALFORMED, f"the chunk ends before offset {request.offset}")
         await self._pace(len(piece))
-        return piece
+        self.bytes_served[peer] += len(piece)
+        return DATA + piece
 
     async def _pace(self, size_bytes: int) -> None:
         """Wait until the upload cap allows so many bytes more. Raises `Refused(busy)` if that is too long."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trio
 
+from peers.chunk_serving import bit_map
 from protocol.chunks import chunk_ranges
 
 
@@ -50,6 +51,10 @@ class StoredFile:
         """The chunk from `offset` on. Raises `KeyError`, `OSError`."""
         start, end = self._layout.ranges[self._layout.indices[chunk][0]]
         return await trio.to_thread.run_sync(self._read, start + offset, end)
+
+    def holdings(self, chunk: bytes) -> bytes | None:
+        count = len(self._layout.chunks)
+        return bit_map(count, range(count)) if chunk in self._layout.indices else None
 
     def _read(self, start: int, end: int) -> bytes:
         with self.path.open("rb") as file:
@@ -91,6 +96,11 @@ class FileAssembly:
         start, end = self._layout.ranges[index]
         with self._using():
             return await trio.to_thread.run_sync(_pread, self._descriptor, start + offset, end)
+
+    def holdings(self, chunk: bytes) -> bytes | None:
+        if chunk not in self._layout.indices:
+            return None
+        return bit_map(len(self._layout.chunks), self.verified if self._open else ())
 
     async def write(self, index: int, data: bytes) -> None:
         """Put a chunk in its place. Raises `ValueError` if it is another, `OSError` if it cannot be kept."""
