@@ -19,7 +19,7 @@ from protocol.noise import (
 )
 
 MASK = 0xFFFFFFFF
-CHUNK_ELEMENTS = 1 << 16
+CHUNK_ELEMENTS = 1 << 17
 """Token ids handled at once on a CPU: about ten such arrays then fit into the second-level cache."""
 
 APPROXIMATION_MARGIN = 1e-3
@@ -64,7 +64,7 @@ def signed_seed(group_seed: int) -> int:
 
 def _chunks(rows: int, vocabulary_size: int, device: torch.device) -> list[tuple[int, int]]:
     """Row ranges that bound the working set: in cache on a CPU, a few hundred MB elsewhere."""
-    elements = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 256
+    elements = CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS * 128
     step = max(1, elements // vocabulary_size)
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
@@ -81,13 +81,13 @@ def _random_bits(
     k0, k1 = (group_seeds & MASK)[:, None], ((group_seeds >> 32) & MASK)[:, None]
     for _ in range(PHILOX_ROUNDS):
         product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
-        c0 = ((product1 >> 32).bitwise_and_(MASK) ^ c1) ^ k0
-        c2 = ((product0 >> 32).bitwise_and_(MASK) ^ c3) ^ k1
-        c1, c3 = product1.bitwise_and_(MASK), product0.bitwise_and_(MASK)
+        c0 = ((product1 >> 32) ^ c1 ^ k0).bitwise_and_(MASK)
+        c2 = ((product0 >> 32) ^ c3 ^ k1).bitwise_and_(MASK)
+        c1, c3 = product1, product0  # their high halves are masked when the low ones are used
         k0, k1 = (k0 + PHILOX_WEYL[0]) & MASK, (k1 + PHILOX_WEYL[1]) & MASK
     bits = torch.empty(rows, blocks, 4, dtype=torch.int32, device=group_seeds.device)
     for lane, word in enumerate((c0, c1, c2, c3)):
-        bits[:, :, lane] = word >> 9
+        bits[:, :, lane] = (word & MASK) >> 9
     return bits.view(rows, blocks * 4)[:, :vocabulary_size]
 
 
