@@ -41,6 +41,7 @@ class DataDirectory:
     config_path = property(lambda self: self.root / "run.toml")
     spec_path = property(lambda self: self.root / "run.spec")
     address_book_path = property(lambda self: self.root / "peers.json")
+    network_key_path = property(lambda self: self.root / "network.key")
     store_path = property(lambda self: self.root / "state.sqlite")
     policies_path = property(lambda self: self.root / "policies")
     model_path = property(lambda self: self.root / "model")
@@ -88,6 +89,27 @@ class DataDirectory:
             return Identity.from_pem(pem)
         except IdentityError as error:
             raise DataError(f"{path}: {error}") from error
+
+    def load_network_key(self) -> bytes | None:
+        """The private network's key; None when this node is in no private network. Raises `DataError`."""
+        path = self.network_key_path
+        if not path.exists():
+            return None
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise DataError(f"{path}: others may read this key; run: chmod 600 {path}")
+        try:
+            key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: not 64 hexadecimal digits; join again with an invite") from error
+        if len(key) != 32:
+            raise DataError(
+                f"{path}: holds {len(key)} bytes, a network key has 32; join again with an invite"
+            )
+        return key
+
+    def save_network_key(self, key: bytes) -> None:
+        """Make this node part of a private network."""
+        atomic_write(self.network_key_path, key.hex().encode() + b"\n", mode=0o600)
 
     def load_or_create_identity(self) -> Identity:
         """The node's key, made now if there is none."""

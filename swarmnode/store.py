@@ -19,6 +19,7 @@ CREATE TABLE IF NOT EXISTS groups (
     id BLOB PRIMARY KEY,
     sender BLOB NOT NULL,
     policy BLOB NOT NULL,
+    counter INTEGER NOT NULL,
     oldest_version INTEGER NOT NULL,
     source TEXT NOT NULL CHECK (source IN ('local', 'external')),
     state TEXT NOT NULL CHECK (state IN ('accepted', 'consumed', 'stale', 'refused')),
@@ -31,6 +32,7 @@ CREATE TABLE IF NOT EXISTS groups (
     checked BLOB
 );
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state, arrival);
+CREATE UNIQUE INDEX IF NOT EXISTS groups_by_counter ON groups (sender, policy, counter);
 CREATE TABLE IF NOT EXISTS outbox (id BLOB PRIMARY KEY, counter INTEGER NOT NULL, envelope BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS refusals (reason TEXT PRIMARY KEY, count INTEGER NOT NULL);
@@ -110,6 +112,7 @@ class Store:
         *,
         sender: bytes,
         policy: bytes,
+        counter: int,
         oldest_version: int,
         source: str,
         tokens: int,
@@ -117,16 +120,19 @@ class Store:
         envelope: bytes,
         checked: dict[str, Any],
     ) -> bool:
-        """Record an accepted group; False if it was known already (then nothing changes)."""
+        """Record an accepted group; False if it, or another of its sender's with its counter, is here
+        already."""
         with self._db:
             done = self._db.execute(
-                "INSERT OR IGNORE INTO groups (id, sender, policy, oldest_version, source, state, tokens, "
-                "mean_reward, arrival, envelope, checked) VALUES (?, ?, ?, ?, ?, 'accepted', ?, ?, "
+                "INSERT OR IGNORE INTO groups "
+                "(id, sender, policy, counter, oldest_version, source, state, tokens, "
+                "mean_reward, arrival, envelope, checked) VALUES (?, ?, ?, ?, ?, ?, 'accepted', ?, ?, "
                 "(SELECT COALESCE(MAX(arrival), 0) + 1 FROM groups), ?, ?)",
                 (
                     group,
                     sender,
                     policy,
+                    counter,
                     oldest_version,
                     source,
                     tokens,

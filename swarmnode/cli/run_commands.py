@@ -45,10 +45,15 @@ def init(
     name: Name = None,
     listen: Listen = None,
     announce: Announce = None,
+    private: Annotated[
+        bool, typer.Option(help="Make a private network: only who has the invite can connect.")
+    ] = False,
 ) -> None:
     """Make a new run in a data directory: key, configuration, signed run. Start it with 'swarmnode run'."""
     directory = DataDirectory(data)
     _create(directory, _new_run_config(preset, model, mode, name, listen, announce))
+    if private:
+        directory.save_network_key(secrets.token_bytes(32))
     console.print(
         f"Edit {directory.config_path} before the first start if you like; then: swarmnode run --data {data}"
     )
@@ -226,8 +231,3 @@ def _port_taken(port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def new_token() -> str:
-    """A token for an API that listens beyond loopback."""
-    return secrets.token_hex(16)

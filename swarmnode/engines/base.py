@@ -16,7 +16,8 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class SampledCompletion:
-    """Tokens (the end-of-text token included when sampled), their behavior log-probs, and versions as (version, count) runs."""
+    """Tokens (the end-of-text token included when sampled), their behavior log-probs, and versions as
+    (version, count) runs."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -50,5 +51,6 @@ class Engine(Protocol):
         ...
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-prob (temperature 1) of each token after the first given those before it; length len(token_ids) - 1."""
+        """Log-prob (temperature 1) of each token after the first given those before it; length
+        len(token_ids) - 1."""
         ...

@@ -1,6 +1,7 @@
 """The socket between a node process and its children: length-prefixed msgpack maps, never pickle.
 
-The node keeps one end (trio, `ChildProcess` in `swarmnode.runtime.children`), the child has this blocking one.
+The node keeps one end (trio, `ChildProcess` in `swarmnode.runtime.children`), the child has this blocking
+one.
 Closing the node's end closes the child's, so a child never outlives its node.
 """
 

@@ -92,11 +92,13 @@ async def _fetch_asset(
             await trio.sleep(2.0)
 
 
-def make_invite(swarm: Swarm, discovery: Discovery) -> str | None:
+def make_invite(swarm: Swarm, discovery: Discovery, network_key: bytes | None) -> str | None:
     """An invite seeded by this node's own addresses and those of the relays it knows; None without any."""
     seeds = list(swarm.transport.addresses)
     for member in discovery.members().values():
         if member.hello.role == "relay" and member.connected:
             seeds += member.hello.addresses
     seeds = list(dict.fromkeys(seeds))[:MAX_INVITE_SEEDS]
-    return format_invite(Invite(run_id=swarm.run_id, seeds=seeds)) if seeds else None
+    if not seeds:
+        return None
+    return format_invite(Invite(run_id=swarm.run_id, seeds=seeds, network_key=network_key))

@@ -234,6 +234,7 @@ class LearnerRole:
                 group_name,
                 sender=envelope.sender,
                 policy=group.policy,
+                counter=group.counter,
                 oldest_version=oldest_version(group),
                 source=source,
                 tokens=tokens,
@@ -242,9 +243,11 @@ class LearnerRole:
                 checked=record,
             )
         )
-        if new:
-            self.accepted_from[envelope.sender] += 1
-            self._hand_over(group_name, envelope, source, record)
+        if not new:
+            # Signed anew with some other field changed, the same work would be trained on twice.
+            raise Refused(RefusalReason.REPLAYED, f"counter {group.counter} has brought a group before")
+        self.accepted_from[envelope.sender] += 1
+        self._hand_over(group_name, envelope, source, record)
         return True
 
     def _check_rules(self, group: RolloutGroup, envelope: Envelope, source: str) -> None:

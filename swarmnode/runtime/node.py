@@ -120,11 +120,14 @@ class Node:
                 )
         run_id = spec.run_id if spec is not None else self._invite.run_id  # type: ignore[union-attr]
         network = self.config.network
+        if self._invite is not None and self._invite.network_key is not None:
+            self.directory.save_network_key(self._invite.network_key)
+        self.network_key = self.directory.load_network_key()
         transport = Libp2pTransport(
             self.identity,
             listen=list(network.listen),
             announce=list(network.announce),
-            private_network_key=self._invite.network_key if self._invite else None,
+            private_network_key=self.network_key,
         )
         self.transport = transport
         self.versions = VersionStore(self.directory.policies_path, run_id)
@@ -292,7 +295,7 @@ class Node:
 
     def invite_text(self) -> str | None:
         """The invite to this run, seeded by this node and the relays it knows."""
-        return make_invite(self.swarm, self.discovery)
+        return make_invite(self.swarm, self.discovery, self.network_key)
 
     def request_stop(self) -> None:
         """Ask for an orderly stop."""

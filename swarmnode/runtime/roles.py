@@ -324,14 +324,17 @@ class Roles:
             self.nursery.start_soon(self.sharing.share, envelope, group, receipt)
 
     def _holders(self, policy: bytes, version: int | None) -> list[PeerId]:
-        """Connected peers that say they serve a version; the learner of the policy is one in any case."""
-        holders = []
+        """Connected peers that say they serve a version; the learner of the policy comes first in any
+        case."""
+        holders: list[PeerId] = []
         for key, member in self._node.discovery.members().items():
             if not member.connected:
                 continue
             progress = next((one for one in member.hello.policies if one.policy == policy), None)
             serves = progress is not None and (version is None or version in progress.served_versions)
-            if serves or key == policy:
+            if key == policy:
+                holders.insert(0, PeerId(key))
+            elif serves:
                 holders.append(PeerId(key))
         return holders
 
@@ -346,8 +349,9 @@ class Roles:
         async for author, message in self._node.swarm.announcements("presence"):
             assert isinstance(message, Presence)
             for progress in message.policies:
-                if self.follower is not None and progress.policy == self.policy and progress.served_versions:
-                    self.follower.heard_of(max(progress.served_versions))
+                # Only the learner knows what exists: others may claim any number.
+                if self.follower is not None and author == self.policy == progress.policy:
+                    self.follower.heard_of(progress.version)
             self._plot_others(author, message, seen)
 
     def _plot_others(

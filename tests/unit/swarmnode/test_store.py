@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from swarmnode.store import Store, StoreError
 
 
-def _accept(store: Store, name: bytes, *, source: str = "local", sender: bytes = b"s" * 32) -> bool:
+def _accept(
+    store: Store, name: bytes, *, source: str = "local", sender: bytes = b"s" * 32, counter: int | None = None
+) -> bool:
     return store.accept(
         name,
         sender=sender,
         policy=b"p" * 32,
+        counter=int.from_bytes(name, "big") if counter is None else counter,
         oldest_version=3,
         source=source,
         tokens=12,
@@ -45,6 +48,13 @@ def test_a_group_is_recorded_once(store: Store) -> None:
     assert waiting.checked == {"prompt_ids": [1, 2], "completions": None, "rewards": [0.0, 1.0]}
 
 
+def test_a_counter_brings_one_group_of_each_sender(store: Store) -> None:
+    assert _accept(store, b"a", counter=5)
+    assert not _accept(store, b"the same work signed anew", counter=5)
+    assert _accept(store, b"another sender", counter=5, sender=b"t" * 32)
+    assert store.counts() == {"accepted": 2}
+
+
 def test_a_known_group_keeps_its_verdict(store: Store) -> None:
     assert store.verdict(b"a") is None
     _accept(store, b"a")
@@ -55,7 +65,7 @@ def test_a_known_group_keeps_its_verdict(store: Store) -> None:
 
 def test_consuming_twice_or_the_unknown_is_reported(store: Store) -> None:
     for name in (b"a", b"b"):
-        _accept(store, name)
+        assert _accept(store, name)
     assert store.record_update(1, [b"a"], [b"b"]) == []
     assert store.record_update(2, [b"a", b"b", b"never seen"], []) == [b"a", b"b", b"never seen"]
     assert store.counts() == {"consumed": 1, "stale": 1}
@@ -136,7 +146,8 @@ def test_a_damaged_ledger_is_one_clear_line(tmp_path: Path) -> None:
 def test_no_group_is_consumed_twice_in_the_surviving_history(
     tmp_path: Path, steps: list[tuple[str, int]]
 ) -> None:
-    """A model of learner and ledger: updates consume what waits; a crash falls back to an earlier checkpoint."""
+    """A model of learner and ledger: updates consume what waits; a crash falls back to an earlier
+    checkpoint."""
     path = tmp_path / f"{os.urandom(8).hex()}.sqlite"
     store = Store(path)
     history: dict[int, list[bytes]] = {}
@@ -171,7 +182,8 @@ def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
         from swarmnode.store import Store
         store = Store(pathlib.Path({str(path)!r}))
         for number in range(100_000):
-            store.accept(number.to_bytes(4, "big"), sender=b"s", policy=b"p", oldest_version=0, source="local",
+            store.accept(number.to_bytes(4, "big"), sender=b"s", policy=b"p", counter=number,
+                         oldest_version=0, source="local",
                          tokens=1, mean_reward=0.0, envelope=b"e", checked={{}})
             print(number, flush=True)
         """
