@@ -31,7 +31,7 @@ class Inbox:
         """`end_process` takes an exit code and does not return; tests put something milder there."""
         self._channel = channel
         self._end_process = end_process
-        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
         self._room = threading.BoundedSemaphore(INBOX_BOUND)
         self._stopping = False
 
@@ -54,6 +54,10 @@ class Inbox:
         deadline.daemon = True
         deadline.start()
 
+    def stopping(self) -> bool:
+        """Whether an end was asked for; to look at in the middle of long work."""
+        return self._stopping
+
     def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
         """The next message, None when none came in time (None waits for ever; 0 polls). Raises `Stopped`."""
         if self._stopping:
@@ -67,6 +71,8 @@ class Inbox:
             return None
         if message is None:
             raise Stopped
+        if isinstance(message, Exception):
+            raise message
         self._room.release()
         return message
 
@@ -83,3 +89,5 @@ class Inbox:
                 self._messages.put(message)
         except ChannelClosed:
             self._end_process(1)
+        except Exception as error:
+            self._messages.put(error)  # the main thread reports it

@@ -5,14 +5,10 @@ in the middle of an update; everything else happens in the main thread. The orde
 train, checkpoint (consumed ids inside), publish, tell the node, wait for its acknowledgement.
 """
 
+import contextlib
 import logging
-import os
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +22,13 @@ from protocol.refusals import Refused
 from protocol.run_spec import RunSpec
 from protocol.tasks import held_out_tasks
 from swarmnode.engines.base import Engine, LoadError
+from swarmnode.engines.memory import NotEnoughMemory
+from swarmnode.engines.transformers_engine import EngineError, TransformersEngine
 from swarmnode.environments import TaskConfigError, build_environment
 from swarmnode.environments.prompt import TokenizerError, load_tokenizer, render_prompt
 from swarmnode.processes.channel import Channel, ChannelClosed
 from swarmnode.processes.evaluation import evaluate
+from swarmnode.processes.inbox import Inbox, Stopped
 from trainer.checkpoint import CheckpointError
 from trainer.groups import BadGroup, TrainingGroup, external_group, local_group
 from trainer.learner import Learner, TrainingHalted, UpdateAbandoned, UpdateResult
@@ -41,14 +40,14 @@ log = logging.getLogger(__name__)
 
 CONFIGURE_TIMEOUT_S = 60.0
 ACK_TIMEOUT_S = 60.0
-INBOX_BOUND = 4096
-"""Messages read ahead of the main thread; beyond that the node waits."""
 FINAL_EVALUATION_FACTOR = 4
 EVALUATION_BATCH = 64
 
 KNOWN_FAILURES = (
     CheckpointError,
+    EngineError,
     LoadError,
+    NotEnoughMemory,
     PolicyLoadError,
     TaskConfigError,
     TokenizerError,
@@ -78,63 +77,6 @@ class LearnerSettings(BaseModel):
 
 class Failure(Exception):
     """The process cannot go on; the message is one line that says what to do."""
-
-
-class Stopped(Exception):
-    """The node asked for an end."""
-
-
-class Inbox:
-    """Messages of the channel, read by a thread of its own. `on_gone` is called when the node is gone."""
-
-    def __init__(self, channel: Channel, on_gone: Callable[[], None]) -> None:
-        self._channel = channel
-        self._on_gone = on_gone
-        self._messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(INBOX_BOUND)
-        self._stopping = False
-
-    def start(self) -> None:
-        threading.Thread(target=self._read, name="inbox", daemon=True).start()
-
-    def stop(self, *_: object) -> None:
-        """Ask for an end; may be called from a signal handler."""
-        self._stopping = True
-        self._messages.put(None)  # wakes a waiting `receive`
-
-    def stopping(self) -> bool:
-        return self._stopping
-
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message, None when none came in time (0 polls). Raises `Stopped`."""
-        if self._stopping:
-            raise Stopped
-        try:
-            message = self._messages.get(block=timeout_s > 0, timeout=timeout_s or None)
-        except queue.Empty:
-            return None
-        if message is None:
-            raise Stopped
-        if isinstance(message, Exception):
-            raise message
-        self._room.release()
-        return message
-
-    def _read(self) -> None:
-        try:
-            while True:
-                message = self._channel.receive(None)
-                if message is None:
-                    continue
-                if message["type"] == "stop":
-                    self.stop()
-                    return
-                self._room.acquire()
-                self._messages.put(message)
-        except ChannelClosed:
-            self._on_gone()
-        except Exception as error:
-            self._messages.put(error)  # the main thread's to report
 
 
 class LearnerProcess:
@@ -307,8 +249,6 @@ class LearnerProcess:
         )
 
     def _new_engine(self) -> Engine:
-        from swarmnode.engines.transformers_engine import TransformersEngine
-
         settings = self._settings
         return TransformersEngine(
             self._model_dir,
@@ -380,11 +320,9 @@ def publication_message(publication: Publication) -> dict[str, Any]:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
     disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.from_environment()
-    # At once, in the middle of anything: nobody is left to tell, and files on disk are always complete.
-    inbox = Inbox(channel, on_gone=lambda: os._exit(1))
-    signal.signal(signal.SIGTERM, inbox.stop)
+    inbox = Inbox(channel)
+    inbox.take_signals()
     inbox.start()
     try:
         LearnerProcess(channel, inbox).run()
@@ -394,7 +332,8 @@ def main() -> int:
         known = isinstance(error, (Failure, *KNOWN_FAILURES))
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         log.error("%s", reason, exc_info=not known)
-        channel.send({"type": "failed", "reason": " ".join(reason.split())})
+        with contextlib.suppress(ChannelClosed):
+            channel.send({"type": "failed", "reason": " ".join(reason.split())})
         return 1
     return 0
 

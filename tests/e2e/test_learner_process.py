@@ -22,7 +22,8 @@ from swarmnode.environments.prompt import encode_completion, load_tokenizer, ren
 from swarmnode.models import TINY_MODEL_DIR
 from swarmnode.processes import learner as learner_module
 from swarmnode.processes.channel import CHANNEL_VARIABLE, Channel
-from swarmnode.processes.learner import KNOWN_FAILURES, Failure, Inbox, LearnerProcess
+from swarmnode.processes.inbox import Inbox
+from swarmnode.processes.learner import KNOWN_FAILURES, Failure, LearnerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -177,7 +178,7 @@ class ThreadNode(Node):
         self._theirs = theirs
         self._error: BaseException | None = None
         channel = Channel(theirs)
-        inbox = Inbox(channel, on_gone=lambda: None)
+        inbox = Inbox(channel, end_process=lambda code: None)
         inbox.start()
 
         def run() -> None:
@@ -258,14 +259,6 @@ def test_a_killed_learner_resumes_with_what_it_consumed_and_then_runs_to_its_end
     again.process.send_signal(signal.SIGINT)  # the node's to decide about
     again.process.send_signal(signal.SIGTERM)
     assert again.process.wait(WAIT_S) == 0
-
-
-def test_a_learner_process_ends_when_its_node_is_gone(start: Any) -> None:
-    node = start(process=True)
-    node.configure()
-    node.expect("ready")
-    node.socket.close()
-    assert node.process.wait(WAIT_S) == 1
 
 
 def test_groups_beyond_the_staleness_bound_are_reported_and_never_trained_on(start: Any) -> None:
