@@ -43,18 +43,26 @@ class ReservedLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         assert self.keys is not None and self.values is not None
-        self.keys, key_buffer = self._selected(self.keys, indices)
-        self.values, value_buffer = self._selected(self.values, indices)
+        key_buffer, value_buffer = self._buffers or (None, None)
+        self.keys, key_buffer = self._selected(self.keys, key_buffer, indices)
+        self.values, value_buffer = self._selected(self.values, value_buffer, indices)
         self._buffers = key_buffer, value_buffer
 
-    def _selected(self, states: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, heads, tokens, size = states.shape
-        buffer = states.new_empty(len(indices), heads, tokens + self.reserve, size)
-        view = buffer[:, :, :tokens]
-        torch.index_select(states, 0, indices, out=view) if view.is_contiguous() else view.copy_(
-            states[indices]
-        )
-        return view, buffer
+    def _selected(
+        self, states: torch.Tensor, buffer: torch.Tensor | None, indices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows `indices` of `states` as a view of a new buffer, and that buffer."""
+        rows, heads, tokens, size = states.shape
+        if self.reserve <= tokens:
+            # One pass over buffers, with what is in their free part, is cheaper than two over what is used.
+            if buffer is None:
+                buffer = states.new_empty(rows, heads, tokens + self.reserve, size)
+                buffer[:, :, :tokens] = states
+            selected = buffer.index_select(0, indices)
+        else:
+            selected = states.new_empty(len(indices), heads, tokens + self.reserve, size)
+            selected[:, :, :tokens] = states[indices]
+        return selected[:, :, :tokens], selected
 
 
 def decoding_cache(config: PreTrainedConfig, reserve: int) -> tuple[DynamicCache, bool]:

@@ -24,10 +24,6 @@ from swarmnode.environments.prompt import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-COMPACT_BELOW = 0.8
-"""Finished rows are dropped once fewer than this share is alive: each copy of the cache then saves a fifth of
-all later steps, and all copies together cost at most five full ones."""
-
 
 class EngineError(RuntimeError):
     """The engine cannot be built or cannot generate. One line that says what to do."""
@@ -218,7 +214,7 @@ class TransformersEngine:
             count = int(rows.alive.sum())
             if count == 0 or position + 1 == max_new_tokens:
                 break
-            if count < COMPACT_BELOW * len(chosen):
+            if pays_to_drop(len(chosen) - count, count, max_new_tokens - position - 1):
                 keep = rows.alive.nonzero()[:, 0]
                 cache.batch_select_indices(keep)
                 rows, chosen = rows.select(keep), chosen[keep]
@@ -310,6 +306,15 @@ class TransformersEngine:
             f"a batch of {sequences} sequences of up to {prompt_tokens + max_new_tokens} tokens",
             f"lower engine.max_batch_sequences (one takes about {math.ceil(per_sequence / 2**20)} MiB)",
         )
+
+
+def pays_to_drop(finished: int, alive: int, steps: int) -> bool:
+    """Whether to copy the cache of the rows that are alive, so that `steps` more steps skip the others.
+
+    Copying a row's cache takes about half as long as a step for it. Below a fifth of finished rows it waits
+    for more, so that all copies of a batch together cost no more than five full ones.
+    """
+    return 4 * finished > alive and 2 * finished * steps > alive
 
 
 def _usable_device(name: str) -> torch.device:

@@ -15,7 +15,7 @@ from protocol.noise import gumbel_noise
 from swarmnode.engines import memory
 from swarmnode.engines.base import GroupRequest, SampledCompletion
 from swarmnode.engines.memory import NotEnoughMemory
-from swarmnode.engines.transformers_engine import EngineError, TransformersEngine
+from swarmnode.engines.transformers_engine import EngineError, TransformersEngine, pays_to_drop
 from swarmnode.environments.prompt import load_tokenizer
 from swarmnode.models import TINY_MODEL_DIR
 from tests.unit.engines.conftest import EOS, VOCABULARY
@@ -96,6 +96,16 @@ def test_completions_end_at_the_first_end_token_or_at_the_limit(llama_dir: Path)
         assert completion.version_runs == [(7, len(completion.token_ids))]
         assert all(logprob <= 0 for logprob in completion.logprobs)
     assert {completion.token_ids[-1] for completion in completions if completion.finish == "stop"} == set(EOS)
+
+
+@pytest.mark.parametrize(
+    ("finished", "alive", "steps", "pays"),
+    [(0, 64, 1000, False), (8, 56, 1000, False), (16, 48, 1000, True), (16, 48, 1, False), (32, 32, 1, True)],
+)
+def test_finished_rows_are_dropped_when_the_steps_left_pay_for_the_copy(
+    finished: int, alive: int, steps: int, pays: bool
+) -> None:
+    assert pays_to_drop(finished, alive, steps) is pays
 
 
 def test_the_same_prompt_in_two_groups_gives_different_completions(llama_dir: Path) -> None:
