@@ -305,7 +305,9 @@ class Swarm:
             try:
                 self._receive(gossip)
             except Refused as refused:
-                self.refuse(gossip.relayed_by, refused.reason, refused.detail)
+                # Named and counted, but no loss of reputation: neighbours pass gossip on unread, and whoever
+                # publishes rubbish must not be able to ruin the honest nodes that relay it.
+                self._on_refusal(gossip.relayed_by, refused.reason, refused.detail)
             except Exception:
                 # Whatever a message from outside can break must break for this message only.
                 log.exception(
@@ -315,22 +317,19 @@ class Swarm:
     def _receive(self, gossip: GossipMessage) -> None:
         """Check one announcement and hand it to its readers.
 
-        Raises `Refused` if the fault is the neighbour's: bytes that nobody has signed. Faults in what
-        somebody did sign are counted against that author here, for the neighbour only passed them on.
+        Raises `Refused` for what nobody has signed for this run. Faults in what somebody did sign for it are
+        counted against that author here.
         """
-        envelope = open_envelope(gossip.data, run_id=None, max_bytes=limits.MAX_ANNOUNCEMENT_BYTES)
+        envelope = open_envelope(gossip.data, run_id=self.run_id, max_bytes=limits.MAX_ANNOUNCEMENT_BYTES)
         if envelope.sender == self.identity.key:
             return
-        author = PeerId(envelope.sender)
+        if not self.replay_guard.accept(envelope.sender, envelope.sequence):
+            self.duplicates += 1
+            return
         try:
-            if envelope.run_id != self.run_id:
-                raise Refused(RefusalReason.WRONG_RUN, f"an announcement of run {envelope.run_id.hex()[:12]}")
-            if not self.replay_guard.accept(envelope.sender, envelope.sequence):
-                self.duplicates += 1
-                return
             message = _decode(envelope)
         except Refused as refused:
-            self.refuse(author, refused.reason, refused.detail)
+            self.refuse(PeerId(envelope.sender), refused.reason, refused.detail)
             return
         readers = self._readers.get(envelope.kind)
         if readers is not None:

@@ -362,7 +362,7 @@ async def test_bad_announcements_are_counted_against_who_is_to_blame(autojump_cl
             (good[:-1] + bytes([good[-1] ^ 1]), peer.peer, RefusalReason.BAD_SIGNATURE),
             (
                 sealed(3, kind="presence", run_id=b"x" * 32, body=PRESENCE.encode()),
-                author,
+                peer.peer,
                 RefusalReason.WRONG_RUN,
             ),
             (sealed(3, kind="presence", sequence=1, body=b"\x80"), author, RefusalReason.MALFORMED),
@@ -373,6 +373,9 @@ async def test_bad_announcements_are_counted_against_who_is_to_blame(autojump_cl
             await trio.sleep(1)
             assert learner.refusals[-1:] == [(blamed, reason)]
         assert len(learner.refusals) == len(cases)
+        now_s = trio.current_time()
+        assert learner.swarm.reputation.score(peer.peer, now_s) == 1, "who only relays is not punished"
+        assert learner.swarm.reputation.score(author, now_s) < 0.9
         assert learner.announced.statistics().current_buffer_used == 0
         await peer.transport.publish(learner.swarm.topic, good)
         assert await next_announcement(learner) == (author, PRESENCE)
