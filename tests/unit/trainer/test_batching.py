@@ -1,7 +1,7 @@
 """Micro-batches hold every completion once, within the budget, with the prompt that it continues."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.batching import PromptRows, TrainingRow, collate, padded_tokens, plan_micro_batches
@@ -26,6 +26,7 @@ def rows_of(shapes: list[tuple[int, list[int]]]) -> list[PromptRows]:
     return groups
 
 
+@settings(deadline=None)
 @given(GROUPS, st.integers(1, 200), st.booleans())
 def test_every_row_is_in_one_micro_batch_within_the_budget(
     shapes: list[tuple[int, list[int]]], budget: int, share: bool

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.replay_buffer import Added, ReplayBuffer
@@ -131,6 +131,7 @@ OPERATIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(OPERATIONS, st.integers(0, 3))
 def test_every_group_that_enters_leaves_once_or_waits(
     operations: list[tuple[str, int, int]], max_staleness: int
