@@ -148,6 +148,10 @@ class Discovery:
         """Everybody heard of who is not this node: by hello, or by gossiped presence."""
         return self.membership.view(set(self.connected()))
 
+    def member(self, key: NodeKey) -> MemberInfo | None:
+        """One of `members`, found without building them all."""
+        return self.membership.find(key, self._greeter.greeted)
+
     def seed_status(self) -> list[SeedStatus]:
         """What became of each configured address, in their order."""
         now_s = trio.current_time()

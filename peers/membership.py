@@ -95,19 +95,24 @@ class Membership:
 
     def view(self, connected: AbstractSet[PeerId]) -> dict[NodeKey, MemberInfo]:
         """All members; `connected` are the peers that a greeted connection leads to."""
-        return {
-            key: MemberInfo(
-                key=key,
-                hello=record.hello,
-                presence=record.presence,
-                last_heard_s=record.last_heard_s,
-                connected=PeerId(key) in connected,
-                direct=record.spoke_directly_s is not None,
-                round_trip_s=record.round_trip_s,
-                left=record.left,
-            )
-            for key, record in self._records.items()
-        }
+        return {key: self._info(key, record, connected) for key, record in self._records.items()}
+
+    def find(self, key: NodeKey, connected: AbstractSet[PeerId]) -> MemberInfo | None:
+        """One member, as in `view`."""
+        record = self._records.get(key)
+        return None if record is None else self._info(key, record, connected)
+
+    def _info(self, key: NodeKey, record: _Record, connected: AbstractSet[PeerId]) -> MemberInfo:
+        return MemberInfo(
+            key=key,
+            hello=record.hello,
+            presence=record.presence,
+            last_heard_s=record.last_heard_s,
+            connected=PeerId(key) in connected,
+            direct=record.spoke_directly_s is not None,
+            round_trip_s=record.round_trip_s,
+            left=record.left,
+        )
 
     def trim(self, keep: AbstractSet[PeerId]) -> None:
         """Drop the longest silent above the bound, but none of `keep`."""

@@ -22,13 +22,14 @@ def test_gossip_makes_a_member_that_is_not_direct_and_a_hello_makes_it_direct():
     members.heard_presence(A, PRESENCE, 3.0)
     assert members.view(set())[A].direct, "it was once"
     assert members.role(A) == "learner"
+    assert members.find(A, set()) == members.view(set())[A]
 
 
 def test_this_node_is_not_a_member_of_its_own_view():
     members = Membership(OWN)
     members.heard_presence(OWN, PRESENCE, 1.0)
     members.heard_hello(OWN, HELLO, 1.0, None)
-    assert members.view(set()) == {}
+    assert members.view(set()) == {} and members.find(OWN, set()) is None
 
 
 def test_a_member_that_left_is_back_when_it_speaks_again():
