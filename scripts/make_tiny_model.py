@@ -1,6 +1,6 @@
 """Makes swarmnode/models/tiny: a 0.87 M-parameter character-level Llama that half knows the demo's tasks.
 
-    python scripts/make_tiny_model.py            # about 5 minutes on one core
+    python scripts/make_tiny_model.py            # about 5 minutes of one core
     python scripts/make_tiny_model.py --quick    # one minute: same files, knows nothing; to try the script
 
 It learns right answers first, then answers of which a share is replaced by another question's, until it
@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +211,7 @@ def accuracy(
 
 
 def card(
-    results: dict[str, tuple[float, float]], command: str, parameters: int, size: int, wall_s: float
+    results: dict[str, tuple[float, float]], command: str, parameters: int, size: int, processor_s: float
 ) -> str:
     """The model card, with what was measured."""
     rows = "\n".join(
@@ -230,10 +229,10 @@ Prompt format (the chat template): `<bos>`, the question, a newline; the answer 
 
     {command}
 
-{wall_s / 60:.0f} minutes on one core. First it saw right answers, then answers of which a share was replaced
-by those of other questions of the family. For `count_bits` it was taught the number of 0 bits, then that and
-random answers from 1 to 4: it can read the question, but does not know what is asked for. With the same seed,
-versions and processor type the weights come out the same.
+{processor_s / 60:.0f} minutes of one core. First it saw right answers, then answers of which a share was
+replaced by those of other questions of the family. For `count_bits` it was taught the number of 0 bits, then
+that and random answers from 1 to 4: it can read the question, but does not know what is asked for. With the
+same seed, versions and processor type the weights come out the same.
 
 ## Accuracy on held-out seeds
 
@@ -261,7 +260,6 @@ def main() -> None:
     if options.quick:
         options.clean_steps, options.soft_steps = 60, 20
     torch.set_num_threads(options.threads)
-    started = time.monotonic()
 
     options.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(options.out)
@@ -302,9 +300,12 @@ def main() -> None:
         sum(results[task.name][0] * task.weight for task in tasks) / total,
         sum(results[task.name][1] * task.weight for task in tasks) / total,
     )
-    command = " ".join(["python scripts/make_tiny_model.py", *sys.argv[1:]])
+    command = (
+        f"python scripts/make_tiny_model.py --seed {options.seed} --clean-steps {options.clean_steps} "
+        f"--soft-steps {options.soft_steps}"
+    )
     size = (options.out / "model.safetensors").stat().st_size
-    text = card(results, command, model.num_parameters(), size, time.monotonic() - started)
+    text = card(results, command, model.num_parameters(), size, time.process_time())
     (options.out / "README.md").write_text(text, encoding="utf-8")
     print(text)
 
