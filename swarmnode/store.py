@@ -85,12 +85,15 @@ class Store:
 
     # Counters
 
-    def reserve(self, name: str, count: int) -> int:
-        """Reserve `count` numbers that no one got before, across restarts; returns the first."""
+    def reserve(self, name: str, count: int, start: int = 0) -> int:
+        """Reserve `count` numbers that no one got before, across restarts; returns the first.
+
+        A ledger that has none reserved yet begins at `start`.
+        """
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             row = self._db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
-            first = int(row[0]) if row else 0
+            first = int(row[0]) if row else start
             self._db.execute(
                 "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
                 (name, first + count),

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -21,7 +22,7 @@ from peers.discovery import Discovery
 from peers.libp2p_transport import Libp2pTransport
 from peers.supervisor import Crash, supervise
 from peers.swarm import Swarm
-from protocol.identity import Identity, node_name
+from protocol.identity import Identity, NodeKey, node_name
 from protocol.invite import Invite
 from protocol.messages import Hello, PolicyProgress, Presence, Role
 from protocol.refusals import RefusalReason
@@ -263,7 +264,9 @@ class Node:
     def next_sequence(self) -> int:
         """A sequence number never used before, across restarts: blocks are reserved on disk."""
         if self._sequence == self._sequence_end:
-            self._sequence = self._store.reserve("sequence", SEQUENCE_BLOCK)
+            # A key whose ledger was lost must not start below the numbers that its peers have seen.
+            start = time.time_ns() // 1000
+            self._sequence = self._store.reserve("sequence", SEQUENCE_BLOCK, start)
             self._sequence_end = self._sequence + SEQUENCE_BLOCK
         self._sequence += 1
         return self._sequence - 1
@@ -281,7 +284,7 @@ class Node:
         """What a node calls itself, or the name of its key."""
         if key == self.identity.key:
             return self.name
-        member = self.discovery.members().get(key)  # type: ignore[call-overload]
+        member = self.discovery.member(NodeKey(key))
         return node_name(key) if member is None else member.hello.name
 
     def supervise(self, nursery: trio.Nursery, name: str, service: Callable[[], Awaitable[None]]) -> None:
