@@ -9,7 +9,7 @@ from swarmnode.models.tiny_tasks import DEMO_MAX_NEW_TOKENS
 TINY_ALGORITHM: dict[str, Any] = {
     "loss_type": "cispo",
     "epsilon_high": 5.0,
-    "learning_rate": 1e-3,
+    "learning_rate": 3e-4,
     "scale_rewards": "group",
     "max_grad_norm": 1.0,
 }
