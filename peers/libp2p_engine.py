@@ -123,16 +123,17 @@ class Engine:
             await self.pubsub.wait_until_ready()
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                nursery.start_soon(trio.serve_listeners, self._accept, listeners)
+                if listeners:
+                    nursery.start_soon(trio.serve_listeners, self._accept, listeners)
                 nursery.start_soon(self._upkeep)
                 try:
                     yield
                 finally:
                     self._nursery = None
-                    nursery.cancel_scope.cancel()
                     with trio.move_on_after(CLOSE_TIMEOUT_S + 0.5) as closing:
                         closing.shield = True
                         await self._close(self.swarm.get_connections())
+                    nursery.cancel_scope.cancel()
 
     # Connections.
 

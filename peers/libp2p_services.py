@@ -110,7 +110,7 @@ class GuardedSwarm(_GuardedTasks, Swarm):
         await self._notify("disconnected", conn)
 
 
-class _BoundedCommunicator(MultiselectCommunicator):
+class BoundedCommunicator(MultiselectCommunicator):
     """Negotiation lines of at most `MAX_NEGOTIATION_LINE` bytes; libp2p reads any announced length."""
 
     async def read(self) -> str:
@@ -156,8 +156,8 @@ class GuardedHost(BasicHost):
         super().__init__(swarm, default_protocols=none, disable_identify_address_discovery=True, **options)  # type: ignore[arg-type]
         swarm.notifees.clear()  # BasicHost's own, which would start identify on every connection
 
-    async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> INetStream:
-        """Open and negotiate a stream. Raises `SwarmException`, `StreamFailure` (not served by the peer)."""
+    async def open_stream(self, peer_id: ID) -> INetStream:
+        """Open a stream, nothing negotiated yet. Raises `SwarmException`."""
         stream: INetStream | None = None
         # libp2p loses a slot of the connection when opening is cancelled, so it is not; if it stalls, the
         # connection is closed.
@@ -168,10 +168,15 @@ class GuardedHost(BasicHost):
             for connection in self._network.get_connections(peer_id):
                 await connection.muxed_conn.abort()
             raise SwarmException(f"no stream could be opened for {OPEN_STALL_S:g} s; connection closed")
+        return stream
+
+    async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> INetStream:
+        """Open and negotiate a stream. Raises `SwarmException`, `StreamFailure` (not served by the peer)."""
+        stream = await self.open_stream(peer_id)
         negotiated = False
         try:
             protocol = await self.multiselect_client.select_one_of(
-                protocol_ids, _BoundedCommunicator(stream), NEGOTIATE_TIMEOUT_S
+                protocol_ids, BoundedCommunicator(stream), NEGOTIATE_TIMEOUT_S
             )
             stream.set_protocol(protocol)
             negotiated = True
@@ -191,7 +196,7 @@ class GuardedHost(BasicHost):
         self._streams_of[peer_id] += 1
         try:
             protocol, handler = await self.multiselect.negotiate(
-                _BoundedCommunicator(net_stream), NEGOTIATE_TIMEOUT_S
+                BoundedCommunicator(net_stream), NEGOTIATE_TIMEOUT_S
             )
             if protocol is None or handler is None:
                 await end_stream(net_stream, ok=False)

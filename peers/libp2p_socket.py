@@ -16,7 +16,7 @@ FIRST_BYTE = 0x13
 """Every connection begins with the line "/multistream/1.0.0", whose length is 19."""
 
 READ_AHEAD_BYTES = 64 * 1024
-UNSENT_BYTES = 128 * 1024
+UNSENT_BYTES = 64 * 1024
 """What may wait unsent in the kernel: more would only delay control messages behind bulk data."""
 
 _TCP_NOTSENT_LOWAT = getattr(trio.socket, "TCP_NOTSENT_LOWAT", None)

@@ -2,24 +2,25 @@
 
 import logging
 from collections import Counter
+from contextlib import nullcontext
 
 import trio
 from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
-from libp2p.host.exceptions import StreamFailure
 from libp2p.io.exceptions import IOException
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
+from libp2p.protocol_muxer.exceptions import MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import MULTISELECT_PROTOCOL_ID
+from libp2p.utils import encode_delim
 
 from peers.base import Handler, PeerUnreachable, ResponseTooLarge, TransportError
 from peers.libp2p_address import peer_id_from_multihash
-from peers.libp2p_services import GuardedHost, end_stream
+from peers.libp2p_services import BoundedCommunicator, GuardedHost, end_stream
+from peers.libp2p_yamux import MIN_PIECE_BYTES, SteadyYamux
 from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
 
 logger = logging.getLogger(__name__)
-
-PIECE_BYTES = 64 * 1024 - 64
-"""Written at once: one yamux frame in one Noise message."""
 
 STALL_S = 30.0
 """A peer that takes nothing for this long loses the stream."""
@@ -42,20 +43,28 @@ def transfer_timeout_s(size: int) -> float:
     return STALL_S + size / MIN_RATE_BYTES_PER_S
 
 
-async def send_frame(stream: INetStream, payload: bytes) -> None:
-    """Write the length and `payload`. Raises IOException when the stream breaks or the peer takes nothing."""
+async def send_frame(stream: INetStream, payload: bytes, *, before: bytes = b"") -> None:
+    """Write `before`, the length, `payload`. Raises IOException if the stream breaks or the peer stalls."""
+    connection = stream.muxed_conn
+    assert isinstance(connection, SteadyYamux)
+    head = before + len(payload).to_bytes(4, "big")
+    if len(head) + len(payload) <= MIN_PIECE_BYTES:
+        await _send_piece(stream, memoryview(head + payload))
+        return
+    await _send_piece(stream, memoryview(head))
     view = memoryview(payload)
-    first = PIECE_BYTES - 4
-    await _send_piece(stream, len(payload).to_bytes(4, "big") + view[:first].tobytes())
-    for start in range(first, len(payload), PIECE_BYTES):
-        await _send_piece(stream, view[start : start + PIECE_BYTES].tobytes())
+    while view:
+        size = connection.piece_bytes
+        await _send_piece(stream, view[:size], connection.bulk)
+        view = view[size:]
 
 
-async def _send_piece(stream: INetStream, piece: bytes) -> None:
+async def _send_piece(stream: INetStream, piece: memoryview, turn: trio.Lock | None = None) -> None:
     """Write only what the peer's window has room for: libp2p gives up when it stays shut for 5 s."""
     while piece:
         room = await _room(stream)
-        await stream.write(piece[:room])
+        async with turn or nullcontext():
+            await stream.write(piece[:room].tobytes())
         piece = piece[room:]
 
 
@@ -96,20 +105,24 @@ async def ask(
     """Open a stream, send `payload`, return the answer. Raises as `Transport.request`; never times out."""
     ok = False
     try:
-        stream = await host.new_stream(peer_id, [TProtocol(protocol)])
-    except StreamFailure as error:
-        raise TransportError(f"{peer_id} does not serve {protocol}, or closed the stream: {error}") from error
+        stream = await host.open_stream(peer_id)
     except (SwarmException, IOException) as error:
         raise PeerUnreachable(f"no stream to {peer_id} could be opened: {error}") from error
     try:
-        await send_frame(stream, payload)
+        # The negotiation and the question leave together: one round trip instead of three.
+        hello = encode_delim(MULTISELECT_PROTOCOL_ID.encode()) + encode_delim(protocol.encode())
+        stream.set_protocol(TProtocol(protocol))
+        await send_frame(stream, payload, before=hello)
+        lines = BoundedCommunicator(stream)
+        if await lines.read() != MULTISELECT_PROTOCOL_ID or await lines.read() != protocol:
+            raise TransportError(f"{peer_id} does not serve {protocol}")
         response = await _receive(stream, await receive_length(stream, max_response_bytes))
         ok = True
         return response
     except TooLarge as error:
         text = f"{peer_id} announced {error.size:,} bytes, allowed are {max_response_bytes:,}"
         raise ResponseTooLarge(text) from error
-    except IOException as error:
+    except (IOException, MultiselectCommunicatorError) as error:
         if stream.muxed_conn.is_closed:
             raise PeerUnreachable(f"the connection to {peer_id} closed during the request") from error
         raise TransportError(f"{peer_id} closed the stream of {protocol} without an answer") from error

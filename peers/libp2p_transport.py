@@ -337,6 +337,8 @@ class Libp2pTransport:
             self.counters["gossip_dropped"] += broadcast.send(message)
 
     def _peer_changed(self, peer: PeerId, connected: bool) -> None:
+        if connected == (peer in self._connected):
+            return
         (self._connected.add if connected else self._connected.discard)(peer)
         self._events.send(PeerEvent(peer, connected))
 

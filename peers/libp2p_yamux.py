@@ -22,6 +22,13 @@ KEEPALIVE_INTERVAL_S = 15.0
 KEEPALIVE_TIMEOUT_S = 20.0
 """A peer that sends nothing at all, not even the answer to a ping, for this long is dead."""
 
+PIECE_BYTES = 64 * 1024 - 64
+"""The largest piece of bulk data: one yamux frame in one Noise message."""
+
+MIN_PIECE_BYTES = 4 * 1024
+PIECE_S = 0.05
+"""How long the socket should need to take one piece of bulk data: control frames wait that long behind it."""
+
 MAX_FRAME_BYTES = 1024 * 1024
 """libp2p implementations send at most 64 KiB to 256 KiB in one frame."""
 
@@ -57,6 +64,9 @@ class SteadyYamux(Yamux):
         self._watched = _WatchedConnection(secured)
         super().__init__(self._watched, peer_id, is_initiator=secured.is_initiator)  # type: ignore[arg-type]
         self._pinging = trio.Lock()
+        self._seconds_per_byte = 0.0
+        self.bulk = trio.Lock()
+        """Held for each piece of bulk data, so that only one at a time competes with control frames."""
 
     async def abort(self) -> None:
         """Close the socket; the reading task then ends every stream."""
@@ -64,9 +74,13 @@ class SteadyYamux(Yamux):
 
     async def _write_frame(self, data: bytes) -> None:
         async with self._write_lock:
+            began = trio.current_time()
             with trio.move_on_after(WRITE_STALL_S) as stall:
                 stall.shield = True
                 await self.secured_conn.write(data)
+            if len(data) > MIN_PIECE_BYTES:
+                pace = (trio.current_time() - began) / len(data)
+                self._seconds_per_byte += (pace - self._seconds_per_byte) / 4
             if stall.cancelled_caught:
                 await self.abort()
                 raise ConnectionClosedError(f"the peer took nothing for {WRITE_STALL_S:g} s")
@@ -81,6 +95,13 @@ class SteadyYamux(Yamux):
             # The one error on which the reading task closes the connection instead of reading on.
             raise trio.TooSlowError
         return await super()._read_data_body(length)
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much bulk data to write at once on a link of the speed seen lately."""
+        if self._seconds_per_byte * PIECE_BYTES <= PIECE_S:
+            return PIECE_BYTES
+        return max(MIN_PIECE_BYTES + 1, int(PIECE_S / self._seconds_per_byte))
 
     async def ping(self, timeout_s: float) -> bool:
         """Whether anything was heard from the peer within `timeout_s` of asking."""

@@ -1,18 +1,15 @@
 """The in-memory back end: a seeded network with delay, loss, duplicates, corruption, partitions, slow links.
 
-Time passes only in `trio.sleep`, so that tests run it on `trio.testing.MockClock`. What happens to a message
-follows from the seed, the link, the bytes and how often the link has carried them, not from the order of
-tasks. Simplified against libp2p: gossip floods every connection between subscribers instead of keeping a
-mesh, and a corrupted message reaches the application, where Noise would have dropped the connection.
+Time passes only in `trio.sleep`, so that tests run it on `trio.testing.MockClock`. Simplified against libp2p:
+gossip floods every connection between subscribers instead of keeping a mesh, and a corrupted message reaches
+the application, where Noise would have dropped the connection.
 """
 
-import hashlib
 import logging
-import random
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import trio
 
@@ -28,6 +25,7 @@ from peers.base import (
 )
 from peers.drop_oldest import DropOldestBroadcast
 from peers.libp2p_address import peer_id_to_text, split_peer_id
+from peers.memory_link import Link, Links
 from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
 from protocol.identity import Identity
 from protocol.limits import MAX_ANNOUNCEMENT_BYTES
@@ -40,17 +38,6 @@ PIECE_BYTES = 16 * 1024
 SEEN_MESSAGES = 16_384
 GOSSIP_QUEUE = 512
 EVENT_QUEUE = 256
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one direction of a connection does to messages; the three faults are probabilities per message."""
-
-    delay_s: float = 0.01
-    jitter_s: float = 0.0
-    loss: float = 0.0
-    duplicate: float = 0.0
-    corrupt: float = 0.0
 
 
 @dataclass
@@ -89,14 +76,11 @@ class MemoryNetwork:
         corrupt: float = 0.0,
         dead_after_s: float = 20.0,
     ) -> None:
-        self.default_link = Link(delay_s, jitter_s, loss, duplicate, corrupt)
+        self._links = Links(seed, Link(delay_s, jitter_s, loss, duplicate, corrupt))
         self.dead_after_s = dead_after_s
-        self._seed = seed
         self._nodes: dict[PeerId, MemoryTransport] = {}
-        self._links: dict[tuple[PeerId, PeerId], Link] = {}
         self._groups: list[frozenset[PeerId]] = []
         self._partition = 0
-        self._carried: Counter[bytes] = Counter()
 
     def transport(
         self,
@@ -110,13 +94,13 @@ class MemoryNetwork:
 
     def set_link(self, a: PeerId, b: PeerId, link: Link, *, both_ways: bool = True) -> None:
         """How messages from `a` to `b` (and back) fare from now on."""
-        self._links[a, b] = link
+        self._links.set(a, b, link)
         if both_ways:
-            self._links[b, a] = link
+            self._links.set(b, a, link)
 
     def set_default(self, **changes: float) -> None:
         """Change fields of the link that holds where none was set, e.g. `set_default(loss=0.1)`."""
-        self.default_link = replace(self.default_link, **changes)
+        self._links.change_default(**changes)
 
     def partition(self, *groups: Iterable[PeerId]) -> None:
         """Only members of the same group reach each other; nodes in no group form one more.
@@ -142,15 +126,6 @@ class MemoryNetwork:
     def _group_of(self, peer: PeerId) -> int:
         return next((i for i, group in enumerate(self._groups) if peer in group), -1)
 
-    def _link(self, source: PeerId, target: PeerId) -> Link:
-        return self._links.get((source, target), self.default_link)
-
-    def _fate(self, source: PeerId, target: PeerId, label: str, data: bytes) -> random.Random:
-        """A generator for one message, the same in every run however the tasks are scheduled."""
-        digest = hashlib.sha256(b"%d|" % self._seed + source + target + label.encode() + b"|" + data).digest()
-        self._carried[digest] += 1
-        return random.Random(digest + self._carried[digest].to_bytes(8, "big"))
-
     async def _carry(
         self,
         source: "MemoryTransport",
@@ -158,26 +133,15 @@ class MemoryNetwork:
         label: str,
         data: bytes,
         stream: _Stream | None = None,
-    ) -> list[bytes]:
+    ) -> tuple[bytes, ...]:
         """Move `data` over a link; returns the copies that arrive (0, 1 or 2) after the time it takes."""
-        link = self._link(source.peer_id, target)
-        fate = self._fate(source.peer_id, target, label, data)
+        passage = self._links.carry(source.peer_id, target, label, data)
         receiver = self._nodes.get(target)
         received_at = await source._transmit(label, len(data), receiver, stream)
-        await trio.sleep(
-            max(0.0, received_at - trio.current_time()) + link.delay_s + link.jitter_s * fate.random()
-        )
-        lost, doubled, spoiled = (
-            fate.random() < link.loss,
-            fate.random() < link.duplicate,
-            fate.random() < link.corrupt,
-        )
-        if lost or not self.reachable(source.peer_id, target) or (stream is not None and stream.abandoned):
-            return []
-        if spoiled and data:
-            place = fate.randrange(len(data))
-            data = data[:place] + bytes([data[place] ^ (1 << fate.randrange(8))]) + data[place + 1 :]
-        return [data, data] if doubled else [data]
+        await trio.sleep(max(0.0, received_at - trio.current_time()) + passage.delay_s)
+        if not self.reachable(source.peer_id, target) or (stream is not None and stream.abandoned):
+            return ()
+        return passage.arrives
 
 
 class MemoryTransport:
@@ -265,7 +229,7 @@ class MemoryTransport:
             raise PeerUnreachable(str(error)) from error
         if peer == self._peer_id:
             raise PeerUnreachable(f"{address} is this node itself")
-        link = self._network._link(self._peer_id, peer)
+        link = self._network._links.between(self._peer_id, peer)
         with trio.move_on_after(timeout_s):
             await trio.sleep(2 * link.delay_s)
             if not self._network.reachable(self._peer_id, peer):

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 import trio
+from libp2p.custom_types import TProtocol
+from libp2p.io.exceptions import IOException
+from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
+from libp2p.utils.varint import encode_varint_prefixed
 
+from peers import libp2p_services, libp2p_yamux
 from peers.base import (
     PeerEvent,
     PeerId,
@@ -19,7 +25,8 @@ from peers.base import (
     ResponseTooLarge,
     TransportError,
 )
-from peers.libp2p_address import peer_id_to_text
+from peers.libp2p_address import peer_id_to_multihash, peer_id_to_text
+from peers.libp2p_engine import MESHSUB
 from peers.libp2p_transport import Libp2pTransport
 from protocol.identity import Identity
 
@@ -259,6 +266,104 @@ async def test_garbage_and_silence_on_the_port_disturb_nobody():
         assert b.counters["network_restarts"] == 0
 
 
+async def test_malformed_gossip_of_one_peer_ends_nothing():
+    async with nodes(3) as (a, b, bad):
+        news = await b.subscribe("news")
+        await a.subscribe("news")
+        await connect(a, b)
+        await connect(bad, b)
+        target = ID(peer_id_to_multihash(b.peer_id))
+        forged = rpc_pb2.Message(
+            from_id=b"?", seqno=b"1", topicIDs=["news"], data=b"x", key=b"junk", signature=b"s"
+        )
+        oversized = rpc_pb2.Message(data=bytes(300_000), topicIDs=["news"])
+        for sent in (
+            b"\xff" * 12,
+            encode_varint_prefixed(b"\xff" * 40),
+            encode_varint_prefixed(rpc_pb2.RPC(publish=[forged]).SerializeToString()),
+            encode_varint_prefixed(rpc_pb2.RPC(publish=[oversized]).SerializeToString()),
+        ):
+            stream = await bad._engine.host.new_stream(target, [MESHSUB])
+            await stream.write(sent)
+        await until(lambda: len(a._engine.gossip.mesh["news"]) == 1)
+        await a.publish("news", b"still here")
+        with trio.fail_after(5):
+            message = await news.receive()
+        assert (message.data, message.relayed_by) == (b"still here", a.peer_id)
+        assert b.counters["network_restarts"] == 0
+
+
+async def test_a_message_over_the_limit_is_not_passed_on():
+    async with nodes(2) as (a, b):
+        news = await b.subscribe("news")
+        await a.subscribe("news")
+        await connect(a, b)
+        await until(lambda: len(a._engine.gossip.mesh["news"]) == 1)
+        a._engine.pubsub.remove_topic_validator("news")
+        await a._engine.pubsub.publish("news", bytes(8193))
+        await a.publish("news", bytes(8192))
+        with trio.fail_after(5):
+            assert len((await news.receive()).data) == 8192
+
+
+async def test_a_sender_that_ignores_flow_control_loses_its_connection(monkeypatch):
+    monkeypatch.setattr(libp2p_yamux, "MAX_UNREAD_BYTES", 2**20)
+
+    async def never(peer: PeerId, payload: bytes) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async with nodes(3) as (a, b, bad):
+        b.serve("/test/never/1", never, max_request_bytes=10, max_concurrent=1)
+        await connect(a, b)
+        await connect(bad, b)
+        stream = await bad._engine.host.new_stream(
+            ID(peer_id_to_multihash(b.peer_id)), [TProtocol("/test/never/1")]
+        )
+        stream.muxed_stream.send_window = 2**30
+        await stream.write(bytes(4))
+        with pytest.raises(IOException), trio.fail_after(20):
+            for _ in range(200):
+                await stream.write(bytes(60_000))
+        await until(lambda: b.connected_peers() == {a.peer_id})
+        assert await ask(a, b.peer_id) == b"hello"
+
+
+async def test_streams_beyond_the_bound_of_one_peer_are_reset(monkeypatch):
+    monkeypatch.setattr(libp2p_services, "MAX_STREAMS_PER_PEER", 5)
+    async with nodes(2) as (a, b):
+        await connect(a, b)
+        target = ID(peer_id_to_multihash(b.peer_id))
+        idle = [await a._engine.host.open_stream(target) for _ in range(8)]
+        await until(lambda: b.counters["stream_refused_too_many"] >= 3)
+        for stream in idle:
+            await libp2p_services.end_stream(stream, ok=False)
+        await until(lambda: not b._engine.host._streams_of[ID(peer_id_to_multihash(a.peer_id))] > 1)
+        assert await ask(a, b.peer_id) == b"hello"
+
+
+async def test_a_node_without_a_listening_address_can_dial():
+    silent = Libp2pTransport(identity(9), listen=[])
+    async with nodes(1) as (a,), silent.running():
+        assert silent.addresses == []
+        await connect(silent, a)
+        assert await ask(silent, a.peer_id) == b"hello"
+
+
+async def test_cancelling_the_block_closes_everything_within_two_seconds():
+    async with nodes(1) as (a,):
+        b = make(2)
+        began = trio.current_time()
+        with trio.move_on_after(60) as scope:
+            async with b.running():
+                await connect(a, b)
+                began = trio.current_time()
+                scope.cancel()
+                await trio.sleep_forever()
+        assert trio.current_time() - began < 2
+        await until(lambda: not a.connected_peers())
+
+
 @pytest.mark.parametrize("other", [None, bytes(range(32))], ids=["no key", "another key"])
 async def test_a_private_network_refuses_nodes_without_its_key(other):
     key = bytes(reversed(range(32)))
@@ -267,7 +372,7 @@ async def test_a_private_network_refuses_nodes_without_its_key(other):
         await connect(inside, also_inside)
         assert await ask(inside, also_inside.peer_id) == b"hello"
         for a, b in ((outside, inside), (inside, outside)):
-            with pytest.raises((PeerUnreachable, RequestTimeout)):
+            with pytest.raises(PeerUnreachable, match=r"handshake failed.*private"):
                 await a.connect(b.addresses[0], 3)
         assert inside.connected_peers() == {also_inside.peer_id}
 

@@ -7,7 +7,8 @@ import trio
 import trio.testing
 
 from peers.base import PeerEvent, PeerId, PeerUnreachable, RequestTimeout, ResponseTooLarge, TransportError
-from peers.memory_transport import Link, MemoryNetwork, MemoryTransport
+from peers.memory_link import Link
+from peers.memory_transport import MemoryNetwork, MemoryTransport
 from protocol.identity import Identity
 
 ECHO = "/test/echo/1"
