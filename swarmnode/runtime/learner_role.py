@@ -390,11 +390,12 @@ class LearnerRole:
                 self.waiting_local -= 1
             elif source == "external":
                 self.waiting_external -= 1
+        # In one step with the counts above: a worker that asks now must not be granted for the version before.
         status = self.status
-        if message["publication"] is not None:
-            await self._publish(message["publication"])
         status.version = version
         status.updates += 1
+        if message["publication"] is not None:
+            await self._publish(message["publication"])
         status.metrics = {name: float(value) for name, value in message["metrics"].items()}
         for lag, count in message["staleness"].items():
             status.staleness[int(lag)] += count
