@@ -27,6 +27,8 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.rpc_queue import RpcQueue
 
+from peers.libp2p_yamux import SteadyYamux
+
 logger = logging.getLogger(__name__)
 
 OPEN_STALL_S = 30.0
@@ -228,11 +230,9 @@ async def end_stream(stream: INetStream, *, ok: bool) -> None:
             if ok:
                 await stream.close()
             else:
-                muxed: Any = stream.muxed_stream  # type: ignore[attr-defined]  # NetStream's, a YamuxStream
-                muxed.conn.stream_buffers.get(muxed.stream_id, bytearray()).clear()
                 await stream.reset()
-                muxed.conn.stream_buffers.get(muxed.stream_id, bytearray()).clear()
-                await muxed.conn._finalize_stream(muxed, fully_closed=True)
+                if isinstance(stream.muxed_conn, SteadyYamux):
+                    await stream.muxed_conn.forget(stream.muxed_stream)  # type: ignore[attr-defined]  # NetStream's
         except Exception as error:
             logger.debug("a stream could not be ended: %r", error)
 

@@ -9,7 +9,7 @@ from libp2p.abc import IMuxedConn, ISecureConn
 from libp2p.io.exceptions import ConnectionClosedError, IOException
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectError
-from libp2p.stream_muxer.yamux.yamux import FLAG_SYN, TYPE_PING, YAMUX_HEADER_FORMAT, Yamux
+from libp2p.stream_muxer.yamux.yamux import FLAG_SYN, TYPE_PING, YAMUX_HEADER_FORMAT, Yamux, YamuxStream
 from libp2p.transport.exceptions import MuxerUpgradeFailure
 from libp2p.transport.upgrader import TransportUpgrader
 
@@ -31,6 +31,9 @@ PIECE_S = 0.05
 
 MAX_FRAME_BYTES = 1024 * 1024
 """libp2p implementations send at most 64 KiB to 256 KiB in one frame."""
+
+MAX_REPLIES = 4096
+"""Frames of 12 bytes that may wait to be written in answer to the peer's."""
 
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """What one connection may hold for streams that have not read it yet, in all."""
@@ -56,6 +59,7 @@ class SteadyYamux(Yamux):
     """One connection's streams.
 
     * A frame is written whole or the connection ends: a cancelled write would put Noise out of step for all.
+    * The reading task never waits for a write: two nodes with full sockets would wait for each other.
     * Unread data and frame sizes are bounded: the sender's side of flow control is not to be trusted.
     * The peer is pinged every `KEEPALIVE_INTERVAL_S`; silence closes the connection.
     """
@@ -64,6 +68,9 @@ class SteadyYamux(Yamux):
         self._watched = _WatchedConnection(secured)
         super().__init__(self._watched, peer_id, is_initiator=secured.is_initiator)  # type: ignore[arg-type]
         self._pinging = trio.Lock()
+        self._reader: trio.lowlevel.Task | None = None
+        self._replies: list[bytes] = []
+        self._replies_waiting = trio.Event()
         self._seconds_per_byte = 0.0
         self.bulk = trio.Lock()
         """Held for each piece of bulk data, so that only one at a time competes with control frames."""
@@ -72,7 +79,34 @@ class SteadyYamux(Yamux):
         """Close the socket; the reading task then ends every stream."""
         await self.secured_conn.close()
 
+    async def handle_incoming(self) -> None:
+        self._reader = trio.lowlevel.current_task()
+        assert self._nursery is not None, "start() opens it before it starts this task"
+        self._nursery.start_soon(self._send_replies)
+        await super().handle_incoming()
+
     async def _write_frame(self, data: bytes) -> None:
+        if trio.lowlevel.current_task() is not self._reader:
+            await self._write_now(data)
+        elif len(self._replies) < MAX_REPLIES:
+            self._replies.append(data)
+            self._replies_waiting.set()
+        else:
+            await self.abort()
+            raise ConnectionClosedError("the peer asks without reading the answers")
+
+    async def _send_replies(self) -> None:
+        """Write what the reading task has to say: acknowledgements, resets, pongs."""
+        while True:
+            await self._replies_waiting.wait()
+            self._replies_waiting = trio.Event()
+            frames, self._replies = b"".join(self._replies), []
+            try:
+                await self._write_now(frames)
+            except IOException:
+                return  # the reading task sees the closed socket as well
+
+    async def _write_now(self, data: bytes) -> None:
         async with self._write_lock:
             began = trio.current_time()
             with trio.move_on_after(WRITE_STALL_S) as stall:
@@ -85,6 +119,12 @@ class SteadyYamux(Yamux):
                 await self.abort()
                 raise ConnectionClosedError(f"the peer took nothing for {WRITE_STALL_S:g} s")
         await trio.lowlevel.checkpoint()
+
+    async def forget(self, stream: YamuxStream) -> None:
+        """Drop a reset stream with its unread data, which libp2p would keep for a minute and more."""
+        async with self.streams_lock:
+            self.stream_buffers.pop(stream.stream_id, None)
+            self._finalize_stream_locked(stream, fully_closed=True)
 
     async def _read_data_body(self, length: int) -> bytes:
         unread = sum(len(buffer) for buffer in self.stream_buffers.values())

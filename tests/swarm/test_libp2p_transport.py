@@ -473,6 +473,32 @@ async def test_a_frozen_peers_connection_is_dropped_after_a_request_to_it_timed_
         os.kill(process.pid, signal.SIGCONT)
 
 
+async def test_a_peer_that_came_back_elsewhere_replaces_its_frozen_self():
+    async with nodes(1) as (a,), child_node(7) as (process, address):
+        frozen = await a.connect(address, 10)
+        os.kill(process.pid, signal.SIGSTOP)
+        again = make(7)
+        async with again.running():
+            assert await a.connect(again.addresses[0], 3) == frozen
+            assert len(a._engine.connections(frozen)) == 1
+            assert await ask(a, frozen) == b"hello"
+
+
+async def test_bulk_in_both_directions_and_small_requests_do_not_wait_for_each_other():
+    async with nodes(2) as (a, b):
+        await connect(a, b)
+
+        async def fetch(node: Libp2pTransport, peer: PeerId, size: int, times: int) -> None:
+            for _ in range(times):
+                assert len(await ask(node, peer, b"%d" % size, SIZE, timeout_s=20)) == size
+
+        async with trio.open_nursery() as nursery:
+            for node, peer in ((a, b.peer_id), (b, a.peer_id)):
+                for _ in range(3):
+                    nursery.start_soon(fetch, node, peer, 2**20, 4)
+                nursery.start_soon(fetch, node, peer, 1, 40)
+
+
 async def test_crashed_services_are_rebuilt_on_the_same_port_with_topics_and_handlers():
     async with nodes(2) as (a, b):
         news = await b.subscribe("news")
