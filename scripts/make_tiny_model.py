@@ -1,6 +1,6 @@
 """Makes swarmnode/models/tiny: a 0.87 M-parameter character-level Llama that half knows the demo's tasks.
 
-    python scripts/make_tiny_model.py            # about 5 minutes of one core
+    python scripts/make_tiny_model.py            # about 8 minutes of one core
     python scripts/make_tiny_model.py --quick    # one minute: same files, knows nothing; to try the script
 
 It learns right answers first, then answers of which a share is replaced by another question's, until it
@@ -250,8 +250,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=TINY_MODEL_DIR)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clean-steps", type=int, default=700)
-    parser.add_argument("--soft-steps", type=int, default=200)
+    parser.add_argument("--clean-steps", type=int, default=1400)
+    parser.add_argument("--soft-steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=16, help="questions of each family in a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=1)
