@@ -87,6 +87,8 @@ class RunSpec(Message):
     """Groups of other policies in a learner's batch (SAPO's J)."""
     pacing_batches: Annotated[int, Field(ge=1, le=10_001)] = 2
     """How many batches of groups a learner lets exist (waiting or being generated) at once."""
+    partial_credit: bool = False
+    """Whether a nearly right answer earns a fraction (what its family's own scorer gives) or nothing."""
     algorithm: AlgorithmSpec = Field(default_factory=AlgorithmSpec)
     trust: TrustRules = Field(default_factory=TrustRules)
     learners: Annotated[list[Key], Field(max_length=1024)] = Field(default_factory=list)

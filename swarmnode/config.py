@@ -100,6 +100,8 @@ class RunSection(Section):
     local_groups: Annotated[int, Field(ge=1, le=65_536)] = 16
     external_groups: Annotated[int, Field(ge=0, le=65_536)] = 0
     pacing_batches: Annotated[int, Field(ge=1, le=10_001)] = 2
+    partial_credit: bool = False
+    """Whether nearly right answers earn a fraction: helps a model that wraps right answers in words."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
 
     @model_validator(mode="after")

@@ -35,6 +35,7 @@ def demo_run_section(preset: str, *, model: str = "tiny", mode: str = "async") -
         "max_staleness": 0 if mode == "sequential" else 4,
         "local_groups": 16,
         "pacing_batches": 1 if mode == "sequential" else 2,
+        "partial_credit": not tiny,
         "algorithm": TINY_ALGORITHM if tiny else DEFAULT_ALGORITHM,
     }
     if preset == "swarm":

@@ -47,6 +47,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the learners' random numbers.")] = 0,
     updates: Annotated[int | None, typer.Option(help="End after this many updates of every learner.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest completion; default by model.")] = None,
+    eval_prompts: Annotated[
+        int | None,
+        typer.Option(help="Held-out tasks per evaluation; the final one takes four times as many."),
+    ] = None,
     local_groups: Annotated[int | None, typer.Option(help="Groups of its own policy per update.")] = None,
 ) -> None:
     """Start a swarm on this machine and watch it learn."""
@@ -66,6 +70,7 @@ def demo(
     deadline = None if minutes is None else started + minutes * 60
     root = data or Path("~/.swarmnode/demo").expanduser() / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     overrides = {"max_new_tokens": max_new_tokens, "local_groups": local_groups}
+    learner = {"max_updates": updates, "eval_prompts": eval_prompts}
     swarm = lay_out(
         root,
         preset=preset,
@@ -74,6 +79,7 @@ def demo(
         seed=seed,
         page_port=port or free_ports(1)[0],
         run_overrides={key: value for key, value in overrides.items() if value is not None},
+        learner_overrides={key: value for key, value in learner.items() if value is not None},
     )
     console.print(f"Data of this demo: {root.resolve()}")
     console.print(f"Live page: http://127.0.0.1:{swarm.nodes[0].api_port}")
@@ -81,7 +87,7 @@ def demo(
     interrupted = _catch_signals()
     processes = DemoProcesses(swarm)
     try:
-        _watch(processes, deadline, updates, headless, interrupted)
+        _watch(processes, deadline, headless, interrupted)
     finally:
         states = processes.states()
         bad = processes.stop()
@@ -103,9 +109,7 @@ def _catch_signals() -> list[int]:
     return received
 
 
-def _watch(
-    processes: Any, deadline: float | None, updates: int | None, headless: bool, interrupted: list[int]
-) -> None:
+def _watch(processes: Any, deadline: float | None, headless: bool, interrupted: list[int]) -> None:
     finishing = False
     next_line = 0.0
     live = None if headless else Live(console=console, refresh_per_second=4)
@@ -125,12 +129,11 @@ def _watch(
             learners = [
                 state["learner"] for state in states if state is not None and state["learner"] is not None
             ]
-            enough = updates is not None and learners and all(one["updates"] >= updates for one in learners)
             out_of_time = deadline is not None and now >= deadline - FINAL_EVALUATION_S
-            if (enough or out_of_time) and not finishing:
+            if out_of_time and not finishing:
                 processes.finish_training()
                 finishing = True
-            if finishing and learners and all(one["final"] for one in learners):
+            if learners and all(one["final"] for one in learners):
                 return
             if deadline is not None and now >= deadline - STOP_S:
                 return

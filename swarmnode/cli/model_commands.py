@@ -76,7 +76,7 @@ def evaluate(
         progress.update(bar, description="answering")
         result = evaluate_engine(
             engine,
-            build_environment(spec.tasks),
+            build_environment(spec.tasks, spec.partial_credit),
             load_tokenizer(model_path),
             spec,
             count=prompts,

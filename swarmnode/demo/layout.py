@@ -53,6 +53,7 @@ def lay_out(
     seed: int,
     page_port: int,
     run_overrides: dict[str, Any],
+    learner_overrides: dict[str, Any] | None = None,
 ) -> DemoSwarm:
     """Create the data directories of a demo below `root`. Raises `ConfigError`, `DataError`."""
     section = {**demo_run_section(preset, model=model, mode=mode), **run_overrides}
@@ -83,7 +84,11 @@ def lay_out(
             listen_ports[index],
             api_ports[index],
             [address for address in (seed_address, addresses[0]) if address != addresses[index]],
-            seed + index,
+            {
+                "seed": seed + index,
+                "eval_prompts": 128 if model == "tiny" else 32,
+                **(learner_overrides or {}),
+            },
             section if index == 0 else None,
             model if index == 0 or model != "tiny" else None,
         )
@@ -106,7 +111,7 @@ def _config(
     listen_port: int,
     api_port: int,
     seeds: list[str],
-    seed: int,
+    learner: dict[str, Any],
     section: dict[str, Any] | None,
     model: str | None,
 ) -> NodeConfig:
@@ -118,7 +123,7 @@ def _config(
             "seeds": list(dict.fromkeys(seeds)),
         },
         "api": {"port": api_port},
-        "learner": {"seed": seed, "eval_every": 10, "eval_prompts": 128},
+        "learner": learner,
     }
     if section is not None:
         values["run"] = section

@@ -14,7 +14,7 @@ from swarmnode.environments.prompt import ModelTokenizer, decode_completion, ren
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean reward over `count` held-out questions, and over those of each task family."""
+    """Share of `count` held-out questions answered rightly, and over those of each task family."""
 
     accuracy: float
     by_task: dict[str, float]
@@ -38,7 +38,7 @@ def evaluate(
     weights alone.
     """
     tasks = held_out_tasks(spec.tasks, count)
-    rewards: list[float] = []
+    right: list[float] = []
     for start in range(0, count, batch_size):
         if should_stop():
             return None
@@ -57,9 +57,10 @@ def evaluate(
             max_new_tokens=spec.sampling.max_new_tokens,
         )
         for task, (completion,) in zip(part, groups, strict=True):
-            rewards.append(environment.score(task, decode_completion(tokenizer, completion.token_ids)))
+            score = environment.score(task, decode_completion(tokenizer, completion.token_ids))
+            right.append(float(score >= 1.0))
         on_progress(start + len(part))
-    return Evaluation(accuracy=sum(rewards) / count, by_task=_by_task(spec, tasks, rewards), count=count)
+    return Evaluation(accuracy=sum(right) / count, by_task=_by_task(spec, tasks, right), count=count)
 
 
 def _noise_seed(index: int) -> int:
@@ -67,8 +68,8 @@ def _noise_seed(index: int) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def _by_task(spec: RunSpec, tasks: list[TaskRef], rewards: list[float]) -> dict[str, float]:
-    """Mean reward per family; families that share a name are told apart by their config's hash."""
+def _by_task(spec: RunSpec, tasks: list[TaskRef], right: list[float]) -> dict[str, float]:
+    """Accuracy per family; families that share a name are told apart by their config's hash."""
     plain_names = [task.name for task in spec.tasks]
     names = {
         task.config_hash: task.name
@@ -77,6 +78,6 @@ def _by_task(spec: RunSpec, tasks: list[TaskRef], rewards: list[float]) -> dict[
         for task in spec.tasks
     }
     scores: dict[str, list[float]] = {}
-    for task, reward in zip(tasks, rewards, strict=True):
-        scores.setdefault(names[task.config_hash], []).append(reward)
+    for task, score in zip(tasks, right, strict=True):
+        scores.setdefault(names[task.config_hash], []).append(score)
     return {name: sum(values) / len(values) for name, values in scores.items()}

@@ -121,7 +121,7 @@ class LearnerProcess:
         self._model_dir = Path(message["model_dir"])
         torch.set_num_threads(settings.threads)
         self._tokenizer = load_tokenizer(self._model_dir)
-        self._environment = build_environment(spec.tasks)
+        self._environment = build_environment(spec.tasks, spec.partial_credit)
         self._engine: Engine | None = None
         policy = load_policy(self._model_dir, device=settings.device, dtype=settings.dtype)
         self._learner = Learner(

@@ -260,7 +260,7 @@ def configure(message: dict[str, Any]) -> RolloutWorker:
         policy=message["policy"],
         node_key=message["node_key"],
         engine=engine,
-        environment=build_environment(spec.tasks),
+        environment=build_environment(spec.tasks, spec.partial_credit),
         tokenizer=load_tokenizer(model_dir),
         probe_tolerance=PROBE_TOLERANCE[settings.dtype],
         share_text=bool(message["share_text"]),

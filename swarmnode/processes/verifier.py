@@ -211,7 +211,9 @@ def configure(message: dict[str, Any]) -> Verifier:
         spec = RunSpec.decode(message["spec"])
     except Refused as error:
         raise Failure(f"the run's spec cannot be used: {error}") from error
-    return Verifier(spec, build_environment(spec.tasks), load_tokenizer(message["model_dir"]))
+    return Verifier(
+        spec, build_environment(spec.tasks, spec.partial_credit), load_tokenizer(message["model_dir"])
+    )
 
 
 def serve(channel: Channel, inbox: Inbox) -> None:

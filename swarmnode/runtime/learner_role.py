@@ -390,7 +390,7 @@ class LearnerRole:
                 self.waiting_local -= 1
             elif source == "external":
                 self.waiting_external -= 1
-        # In one step with the counts above: a worker that asks now must not be granted for the version before.
+        # In one step with the counts above: who asks now must not be granted for the version before.
         status = self.status
         status.version = version
         status.updates += 1

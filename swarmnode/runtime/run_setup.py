@@ -46,6 +46,7 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
             local_groups=section.local_groups,
             external_groups=section.external_groups,
             pacing_batches=section.pacing_batches,
+            partial_credit=section.partial_credit,
             algorithm=section.algorithm,
             learners=[identity.key] if section.preset == "fleet" else [],
         )

@@ -38,7 +38,7 @@ class Attacker:
         self.spec = spec
         self.learner = learner
         self._tokenizer = load_tokenizer(model_path)
-        self._environment = build_environment(spec.tasks)
+        self._environment = build_environment(spec.tasks, spec.partial_credit)
         self._counter = 0
 
     def group(self, version: int, **changes: Any) -> RolloutGroup:
