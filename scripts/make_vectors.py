@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from protocol import chunks, envelope, messages, noise, run_spec, tasks  # noqa: E402
+from protocol.base import Message  # noqa: E402
 from protocol.encoding import encode  # noqa: E402
 from protocol.identity import Identity, node_name  # noqa: E402
 from protocol.invite import Invite, format_invite  # noqa: E402
@@ -80,7 +81,7 @@ def example_group() -> messages.RolloutGroup:
     )
 
 
-def example_messages() -> dict[str, messages.Message]:
+def example_messages() -> dict[str, Message]:
     """One message of each kind."""
     group, spec = example_group(), example_run_spec()
     manifest = messages.Manifest(

@@ -23,7 +23,7 @@ def test_the_run_id_is_the_hash_of_the_encoded_spec(spec: RunSpec) -> None:
 
 
 def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
-    assert spec.run_id.hex() == "de34571f5a26f6a5084cdd12c04d5f84b8182249a3ad36fa650a4b91f07346b6"
+    assert spec.run_id.hex() == "00eb49e3410821c7a874a975670740754c9eba71872700b9efc1be8f2ddf5dbd"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
         {"max_staleness": 3},
         {"local_groups": 17},
         {"pacing_batches": 3},
+        {"partial_credit": True},
         {"publish_every": 2},
         {"learners": [KEY, b"k" * 32]},
         {"algorithm": AlgorithmSpec(learning_rate=2e-6)},
