@@ -37,10 +37,17 @@ ANSWERS_EVALUATED = frozenset(
 which evaluates it: a completion from a peer would be code that runs here. A test looks for new ones."""
 
 NOT_REPRODUCIBLE = frozenset(
-    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"}
+    {
+        "codeio",
+        "intermediate_integration",
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+    }
 )
-"""Families whose items follow the order of a set, and so differ between processes: a receiver could not
-rebuild the question."""
+"""Families whose items differ between processes, because they follow the order of a set: a receiver could not
+rebuild the question. Found by comparing 35 items of every family under several values of `PYTHONHASHSEED`."""
 
 OWN_KEYS = frozenset({"seed", "size", "data_file"})
 """Settings that a run may not give: the task's seed stands for two, and `data_file` could name any file."""
