@@ -205,10 +205,9 @@ def _start(
 
 
 def _read_invite(text: str, wait: bool) -> str:
-    path = Path(text)
-    is_file_name = "/" in text or text.endswith(".txt")
-    if not is_file_name and not path.is_file():
+    if "/" not in text and not text.endswith(".txt"):
         return text
+    path = Path(text)
     deadline = time.monotonic() + 600
     said = False
     while not path.is_file() or not path.read_text(encoding="utf-8").strip():
