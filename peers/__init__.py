@@ -1,1 +1,1 @@
-"""How messages travel: transports, discovery, signed calls and announcements, chunk exchange. Knows nothing of RL."""
+"""How messages travel: transports, discovery, signed calls, announcements, chunk exchange. Knows no RL."""

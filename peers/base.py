@@ -32,7 +32,7 @@ class ResponseTooLarge(TransportError):
 
 @dataclass(frozen=True)
 class GossipMessage:
-    """A gossip payload. `relayed_by` is the neighbour it came from, not its author: authors sign their envelopes."""
+    """A gossip payload. `relayed_by` is the neighbour it came from; its author signed the envelope in it."""
 
     topic: str
     data: bytes
@@ -55,7 +55,7 @@ class Transport(Protocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses that others can dial, each ending in /p2p/PEER-ID. Never 0.0.0.0; loopback only if nothing else."""
+        """What others can dial, ending in /p2p/PEER-ID. Not 0.0.0.0; loopback only if nothing else."""
         ...
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -63,7 +63,10 @@ class Transport(Protocol):
         ...
 
     async def connect(self, address: str, timeout_s: float) -> PeerId:
-        """Dial a multiaddress that ends in /p2p/PEER-ID (dns4 names allowed). Raises `PeerUnreachable`, `RequestTimeout`."""
+        """Dial a multiaddress that ends in /p2p/PEER-ID (dns4 names allowed).
+
+        Raises `PeerUnreachable`, `RequestTimeout`.
+        """
         ...
 
     async def disconnect(self, peer: PeerId) -> None: ...
@@ -80,11 +83,17 @@ class Transport(Protocol):
         ...
 
     def serve(self, protocol: str, handler: Handler, *, max_request_bytes: int, max_concurrent: int) -> None:
-        """Answer requests of `protocol`. Before or inside `running()`. Oversized requests are dropped with the stream."""
+        """Answer requests of `protocol`. Before or inside `running()`.
+
+        Oversized requests are dropped with the stream.
+        """
         ...
 
     async def subscribe(self, topic: str) -> trio.MemoryReceiveChannel[GossipMessage]:
-        """Messages of `topic`. The channel is bounded; when it is full the oldest waiting message is dropped and counted."""
+        """Messages of `topic`.
+
+        The channel is bounded; when it is full the oldest waiting message is dropped and counted.
+        """
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:

@@ -134,13 +134,13 @@ def batch(
         if soft and chooser.random() >= TAUGHT_SHARE[family.task.name]:
             answer = chooser.choice(family.others)
         rows.append((family.prompts[index], [*encode_completion(tokenizer, answer), tokenizer.eos_ids[0]]))
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     ids = torch.full((size, longest), tokenizer.pad_id)
     labels = torch.full((size, longest), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = torch.tensor(completion)
     return ids, labels
 
 
@@ -168,7 +168,7 @@ def train(
             kept = labels[:, 1:] != -100
             hidden = model.model(ids).last_hidden_state[:, :-1][kept]
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), labels[:, 1:][kept])
-            (loss / len(families)).backward()  # type: ignore[no-untyped-call]
+            (loss / len(families)).backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -277,7 +277,7 @@ def main() -> None:
         options.batch_size,
         options.learning_rate,
     )
-    model.to(torch.bfloat16).save_pretrained(options.out)
+    model.bfloat16().save_pretrained(options.out)
     GenerationConfig(
         do_sample=True,
         temperature=1.0,
