@@ -4,8 +4,8 @@
 #   PYTHON     the Python that the virtual environment is made with, 3.11 to 3.13 (default: python3.11, then python3)
 #   VENV       the virtual environment (default: .venv)
 #   ARGS       more arguments, for example: make demo ARGS="--preset swarm --minutes 4", make test ARGS="-k staleness"
-#   PIP_FLAGS  more flags for pip. Plain PyPI installs the CUDA build of torch, several gigabytes; without a GPU use
-#              PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   PIP_FLAGS  more flags for pip. Plain PyPI installs the CUDA build of torch, several gigabytes; without a GPU name
+#              PyTorch's index of CPU builds: PIP_FLAGS="--extra-index-url URL"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -21,10 +21,13 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 image := swarmnode:local
 
-.PHONY: help demo test lint format compose-test wheelhouse image tiny-model clean check-system
+.PHONY: help install demo test lint format compose-test wheelhouse image tiny-model clean check-system
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.ready ## set up .venv with the swarmnode command
+	@echo "Ready: $(bin)/swarmnode --help"
 
 demo: $(VENV)/.ready ## start a swarm on this machine and open its page on http://127.0.0.1:8642
 	@exec $(bin)/swarmnode demo $(ARGS)

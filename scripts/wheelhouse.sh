@@ -5,7 +5,7 @@
 #   PYTHON     a Python 3.11 on x86-64 or arm64 Linux, as in the image (default: python3.11, then python3)
 #   PIP_FLAGS  more flags for pip. Plain PyPI has only the CUDA build of torch, several gigabytes that the image has no
 #              use for; name the index of PyTorch's CPU builds:
-#                PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" scripts/wheelhouse.sh
+#                PIP_FLAGS="--extra-index-url URL" scripts/wheelhouse.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -301,7 +301,7 @@ export function showFacts(state) {
     ["Listens on", (node.listen_addrs ?? []).join("\n") || "nothing"],
     ...(node.seeds?.length ? [["Seeds", node.seeds.join("\n")]] : []),
     ["Data directory", node.data_dir ?? "–"],
-    ["Memory of the node process", megabytes(node.rss_mb)],
+    ["Memory of this node", megabytes(node.rss_mb)],
     ["Software", node.software ?? "–"],
   ]);
   setText(byId("me-role"), `${node.role ?? ""}, up ${duration(node.uptime_s)}`);
