@@ -31,11 +31,11 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float) -> Any:
 class LiveSwarm:
     """The nodes of a demo layout, by name."""
 
-    def __init__(self, root: Path, preset: str, **run: Any) -> None:
+    def __init__(self, root: Path, preset: str, mode: str = "async", **run: Any) -> None:
         self.layout = lay_out(
             root,
             preset=preset,
-            mode="async",
+            mode=mode,
             model="tiny",
             seed=0,
             page_port=free_ports(1)[0],
@@ -87,9 +87,9 @@ class LiveSwarm:
 
 
 @contextmanager
-def live_swarm(root: Path, preset: str, **run: Any) -> Iterator[LiveSwarm]:
+def live_swarm(root: Path, preset: str, mode: str = "async", **run: Any) -> Iterator[LiveSwarm]:
     """A swarm that is stopped whatever happens; on a failure its logs are printed."""
-    swarm = LiveSwarm(root, preset, **run)
+    swarm = LiveSwarm(root, preset, mode, **run)
     try:
         yield swarm
     except BaseException:
