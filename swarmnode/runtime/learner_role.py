@@ -4,7 +4,7 @@ trained."""
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,54 +30,25 @@ from protocol.refusals import RefusalReason, Refused
 from protocol.run_spec import RunSpec
 from protocol.staleness import oldest_version
 from swarmnode.runtime.children import ChildGone, ChildProcess
+from swarmnode.runtime.credit_book import CreditBook
+from swarmnode.runtime.group_checks import GroupChecks
+from swarmnode.runtime.learner_status import LearnerStatus
 from swarmnode.runtime.store_thread import StoreThread
 from swarmnode.runtime.version_store import StoredVersion, VersionStore
 
 log = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 30.0
-"""How long the verifier may take for one group before the group is handed back to its worker."""
-CREDIT_LIFETIME_S = 60.0
-"""A granted group that has not come by then is granted to somebody else."""
 RETRY_AFTER_S = 0.25
-MAX_CHECKS = 256
-"""Groups being checked at once; more are told to come again."""
-
-
-@dataclass
-class LearnerStatus:
-    """What the page shows of the learner."""
-
-    state: str = "starting"
-    version: int | None = None
-    updates: int = 0
-    published_versions: int = 0
-    eval_before: float | None = None
-    eval_after: float | None = None
-    final: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    staleness: Counter[int] = field(default_factory=Counter)
-    max_staleness_seen: int = 0
-    update_s: float | None = None
-
-
-@dataclass(frozen=True)
-class CheckedGroup:
-    """The verifier's answer."""
-
-    ok: bool
-    reason: str
-    prompt_ids: list[int]
-    completions: list[list[int]] | None
-    rewards: list[float]
+THREAD_BYTES = 256 * 1024
+"""Pushed groups from this size on are opened in a thread: hashing and decoding them takes milliseconds."""
 
 
 class LearnerRole:
     """Owns the ledger's intake and the learner process's messages.
 
     Promises: a receipt that says accepted is sent only after the ledger has the group on disk; a group is
-    recorded
-    once however often it is sent; the learner process sees each waiting group once per start of that process.
+    recorded once however often it is sent; the learner process sees each waiting group once per start of that
+    process. `start` comes first.
     """
 
     def __init__(
@@ -97,8 +68,8 @@ class LearnerRole:
         self.policy = bytes(identity.key)
         self.status = LearnerStatus()
         self.accepted_from: Counter[bytes] = Counter()
-        self.waiting_local = 0
-        self.waiting_external = 0
+        self.checks = GroupChecks(spec.run_id)
+        self.learner_process: ChildProcess | None = None
         self._spec = spec
         self.run_id = spec.run_id
         self._identity = identity
@@ -110,14 +81,40 @@ class LearnerRole:
         self._on_event = on_event
         self._on_metric = on_metric
         self._on_refusal = on_refusal
-        self._sources: dict[bytes, str] = {}
-        self._credits: dict[bytes, list[float]] = {}
-        self._checks: dict[bytes, trio.Event] = {}
-        self._answers: dict[bytes, CheckedGroup] = {}
-        self.learner_process: ChildProcess | None = None
-        self.verifier_process: ChildProcess | None = None
-        self._verifier_ready = trio.Event()
-        self._learner_up = False
+        self._credits = CreditBook()
+        self._waiting: dict[str, set[bytes]] = {"local": set(), "external": set()}
+        """What the ledger has as accepted, by source, whether or not a learner process runs."""
+        self._handed_over: set[bytes] = set()
+        """Those of them that the learner process of now has been sent."""
+        self._takes_groups = False
+        self._counts_are_known = False
+        self._missed_some = False
+        self._told_to_finish = False
+
+    async def start(self) -> None:
+        """Take from the ledger what earlier starts did."""
+        self.accepted_from.update(await self._store.run(lambda store: store.accepted_by_sender()))
+        self.status.published_versions = await self._store.run(lambda store: store.published_versions())
+        await self._count_from_ledger()
+
+    async def _count_from_ledger(self) -> None:
+        updates, staleness = await self._store.run(lambda store: (store.updates(), store.staleness()))
+        self.status.count_from_ledger(updates, staleness)
+
+    @property
+    def waiting_local(self) -> int:
+        """Accepted groups of this policy that are not consumed yet."""
+        return len(self._waiting["local"])
+
+    @property
+    def waiting_external(self) -> int:
+        """Accepted groups of other policies that are not consumed yet."""
+        return len(self._waiting["external"])
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a learner process takes groups now."""
+        return self._counts_are_known
 
     # Credit
 
@@ -126,42 +123,35 @@ class LearnerRole:
         status = self.status
         if request.policy != self.policy:
             raise Refused(RefusalReason.UNKNOWN_POLICY, f"this node trains {node_name(self.policy)}")
-        if status.version is None or not self._learner_up:
+        if status.version is None or not self._counts_are_known:
             return Credit(granted=0, version=0, retry_after_s=1.0, reason="the learner process is starting")
         if status.final:
             return Credit(
                 granted=0, version=status.version, retry_after_s=5.0, reason="training has finished"
             )
+        now = trio.current_time()
         state = PacingState(
             version=status.version,
             published_version=status.version,
             batch_groups=self._spec.local_groups,
-            waiting=self.waiting_local + len(self._checks),
-            outstanding=self._outstanding(),
+            # Groups in check count as outstanding until they wait.
+            waiting=self.waiting_local,
+            outstanding=self._credits.outstanding(now),
             max_staleness=self._spec.max_staleness,
             pacing_batches=self._spec.pacing_batches,
         )
-        grant = grant_credit(state, request.version, request.wanted)
+        room = self._credits.room(worker, now)
+        grant = grant_credit(state, request.version, min(request.wanted, room))
+        reason = grant.reason
         if grant.count:
-            expiry = trio.current_time() + CREDIT_LIFETIME_S
-            self._credits.setdefault(worker, []).extend([expiry] * grant.count)
-        return Credit(
-            granted=grant.count, version=status.version, retry_after_s=RETRY_AFTER_S, reason=grant.reason
-        )
-
-    def _outstanding(self) -> int:
-        now = trio.current_time()
-        for worker, expiries in list(self._credits.items()):
-            live = [expiry for expiry in expiries if expiry > now]
-            if live:
-                self._credits[worker] = live
-            else:
-                del self._credits[worker]
-        return sum(len(expiries) for expiries in self._credits.values())
+            self._credits.grant(worker, grant.count, now)
+        elif room == 0:
+            reason = "no more is granted to this node before some of its groups come"
+        return Credit(granted=grant.count, version=status.version, retry_after_s=RETRY_AFTER_S, reason=reason)
 
     def forget_worker(self, worker: bytes) -> None:
-        """A worker is gone: its credit can be granted to others."""
-        self._credits.pop(worker, None)
+        """A worker's connection is gone: its credit can be granted to others."""
+        self._credits.forget_grants(worker)
 
     # Intake
 
@@ -171,7 +161,9 @@ class LearnerRole:
 
     async def handle_push(self, sender: PeerId, message: Message) -> tuple[str, Message]:
         assert isinstance(message, GroupPush)
-        envelope = open_envelope(message.envelope, run_id=self.run_id)
+        opening = partial(open_envelope, message.envelope, run_id=self.run_id)
+        large = len(message.envelope) >= THREAD_BYTES
+        envelope = await trio.to_thread.run_sync(opening) if large else opening()
         if envelope.sender != sender:
             raise Refused(RefusalReason.WRONG_SENDER, "a worker pushes its own groups only")
         return "receipt", await self.receive_local(envelope)
@@ -189,12 +181,12 @@ class LearnerRole:
         except Refused as refused:
             if refused.reason is RefusalReason.BUSY:
                 raise
-            self._release_credit(envelope.sender)
+            self._credits.received(envelope.sender, trio.current_time(), accepted=False)
             self._on_refusal(envelope.sender, refused.reason, refused.detail)
             return Receipt(
                 group=group_name, accepted=False, reason=refused.reason.value, detail=refused.detail[:512]
             )
-        self._release_credit(envelope.sender)
+        self._credits.received(envelope.sender, trio.current_time(), accepted=True)
         return Receipt(group=group_name, accepted=True)
 
     async def receive_external(self, envelope: Envelope) -> bool:
@@ -206,19 +198,9 @@ class LearnerRole:
         return await self._admit(group_name, envelope, source="external")
 
     async def _admit(self, group_name: bytes, envelope: Envelope, source: str) -> bool:
-        if group_name in self._checks:
-            raise Refused(RefusalReason.BUSY, "this group is being checked; ask again for its receipt")
-        if len(self._checks) >= MAX_CHECKS:
-            raise Refused(RefusalReason.BUSY, "too many groups are being checked; send it again")
         group = RolloutGroup.decode(envelope.body)
         self._check_rules(group, envelope, source)
-        limit = (self._spec.max_staleness + 2) * self._spec.local_groups
-        if source == "local" and self.waiting_local >= limit:
-            raise Refused(RefusalReason.NO_CREDIT, f"{self.waiting_local} groups are waiting already")
-        checked = await self._check_content(group_name, envelope, source)
-        if not checked.ok:
-            reason = RefusalReason(checked.reason.split(":")[0])
-            raise Refused(reason, checked.reason.partition(":")[2].strip())
+        checked = await self.checks.check(group_name, envelope, source)
         self._check_rules(group, envelope, source)
         if source == "external" and max(checked.rewards) == min(checked.rewards):
             return False
@@ -247,15 +229,19 @@ class LearnerRole:
             # Signed anew with some other field changed, the same work would be trained on twice.
             raise Refused(RefusalReason.REPLAYED, f"counter {group.counter} has brought a group before")
         self.accepted_from[envelope.sender] += 1
+        self._waiting[source].add(group_name)
         self._hand_over(group_name, envelope, source, record)
         return True
 
     def _check_rules(self, group: RolloutGroup, envelope: Envelope, source: str) -> None:
+        spec = self._spec
         if source == "local" and self.status.version is None:
             raise Refused(RefusalReason.BUSY, "the learner is starting; send it again")
+        if source == "local" and self.waiting_local >= (spec.max_staleness + 2) * spec.local_groups:
+            raise Refused(RefusalReason.NO_CREDIT, f"{self.waiting_local} groups are waiting already")
         check_group(
             group,
-            self._spec,
+            spec,
             self.run_id,
             envelope.sender,
             policy=self.policy if source == "local" else envelope.sender,
@@ -263,66 +249,29 @@ class LearnerRole:
             vocabulary_size=self._vocabulary_size if source == "local" else None,
         )
 
-    def _release_credit(self, worker: bytes) -> None:
-        expiries = self._credits.get(worker)
-        if expiries:
-            expiries.pop()
+    # The learner process
 
-    async def _check_content(self, group_name: bytes, envelope: Envelope, source: str) -> CheckedGroup:
-        event = self._checks[group_name] = trio.Event()
+    def on_learner_down(self, failed: str | None = None) -> None:
+        """The learner process died or said why it cannot go on: nothing is handed over until it is ready
+        again."""
+        self._takes_groups = self._counts_are_known = False
+        self.status.state = "restarting" if failed is None else f"failed: {failed}"
+
+    def finish_training(self) -> None:
+        """A final evaluation now, then serve without training."""
+        self._told_to_finish = True
+        if self._takes_groups:
+            self._tell_learner({"type": "finish"})
+
+    def _tell_learner(self, message: dict[str, Any]) -> bool:
         try:
-            with trio.move_on_after(CHECK_TIMEOUT_S):
-                await self._verifier_ready.wait()
-                if self.verifier_process is None:
-                    raise Refused(RefusalReason.BUSY, "the verifier is not running; send it again")
-                self.verifier_process.send(
-                    {
-                        "type": "check",
-                        "id": group_name,
-                        "body": envelope.body,
-                        "sender": envelope.sender,
-                        "run_id": self.run_id,
-                        "source": source,
-                    }
-                )
-                await event.wait()
-            answer = self._answers.pop(group_name, None)
+            if self.learner_process is None:
+                return False
+            self.learner_process.send(message)
         except ChildGone as error:
-            raise Refused(RefusalReason.BUSY, "the verifier is restarting; send it again") from error
-        finally:
-            del self._checks[group_name]
-        if answer is None:
-            raise Refused(
-                RefusalReason.BUSY, f"the check did not finish in {CHECK_TIMEOUT_S:.0f} s; send it again"
-            )
-        return answer
-
-    # The children
-
-    def on_learner_down(self) -> None:
-        """The learner process died: nothing is handed over until it is ready again."""
-        self._learner_up = False
-        self.status.state = "restarting"
-
-    def on_verifier_down(self) -> None:
-        """The verifier process died: groups in check go back to their workers, which send them again."""
-        self._verifier_ready = trio.Event()
-        for event in self._checks.values():
-            event.set()
-
-    async def on_verifier_message(self, message: dict[str, Any]) -> None:
-        """The verifier process says something."""
-        if message["type"] == "ready":
-            self._verifier_ready.set()
-        elif message["type"] == "checked" and message["id"] in self._checks:
-            self._answers[message["id"]] = CheckedGroup(
-                ok=message["ok"],
-                reason=message.get("reason") or "",
-                prompt_ids=message.get("prompt_ids") or [],
-                completions=message.get("completions"),
-                rewards=message.get("rewards") or [],
-            )
-            self._checks[message["id"]].set()
+            log.info("%s: it was not told of %r", error, message["type"])
+            return False
+        return True
 
     async def on_learner_message(self, message: dict[str, Any]) -> None:
         """The learner process says something."""
@@ -345,36 +294,40 @@ class LearnerRole:
                 f"resumed at version {version}: {back} groups wait again, "
                 f"{marked} were already in the weights",
             )
-        # Credit that was granted before the crash may come in or not: it does not count against the workers.
-        self._credits.clear()
         await self._publish(message["publication"])
+        await self._count_from_ledger()
+        self._handed_over.clear()
+        for groups in self._waiting.values():
+            groups.clear()
         self.status.version = version
         self.status.eval_before = message.get("eval_before", self.status.eval_before)
-        self._learner_up = True
+        # From here on a group that is accepted is handed over at once; one that was accepted before is in
+        # the list below. Credit waits until both are counted.
+        self._takes_groups = True
+        count = await self._hand_over_waiting()
+        self._counts_are_known = True
+        self._on_event("info", f"learner ready at version {version}, {count} groups waiting")
+        if self._told_to_finish:
+            self._tell_learner({"type": "finish"})
+
+    async def _hand_over_waiting(self) -> int:
+        self._missed_some = False
         waiting = await self._store.run(lambda store: store.waiting())
-        self._sources.clear()
-        self.waiting_local = self.waiting_external = 0
         for group in waiting:
+            self._waiting[group.source].add(group.id)
             envelope = open_envelope(group.envelope, run_id=self.run_id)
             self._hand_over(group.id, envelope, group.source, group.checked)
-        self._on_event("info", f"learner ready at version {version}, {len(waiting)} groups waiting")
+            await trio.lowlevel.checkpoint()
+        return len(waiting)
 
     def _hand_over(self, group_name: bytes, envelope: Envelope, source: str, record: dict[str, Any]) -> None:
-        if group_name in self._sources:
-            return
-        if self.learner_process is None or not self._learner_up:
-            return  # It is in the ledger: the next "ready" hands it over.
-        try:
-            self.learner_process.send(
-                {"type": "group", "id": group_name, "body": envelope.body, "source": source, **record}
-            )
-        except ChildGone:
-            return  # The same: the ledger has it.
-        self._sources[group_name] = source
-        if source == "local":
-            self.waiting_local += 1
+        if not self._takes_groups or group_name in self._handed_over or self._missed_some:
+            return  # It is in the ledger: the next "ready" or update hands it over.
+        message = {"type": "group", "id": group_name, "body": envelope.body, "source": source, **record}
+        if self._tell_learner(message):
+            self._handed_over.add(group_name)
         else:
-            self.waiting_external += 1
+            self._missed_some = True
 
     async def _on_update(self, message: dict[str, Any]) -> None:
         version: int = message["version"]
@@ -385,36 +338,28 @@ class LearnerRole:
                 "error", f"version {version} consumed {len(unexpected)} groups that were not waiting"
             )
         for group_name in [*consumed, *stale]:
-            source = self._sources.pop(group_name, None)
-            if source == "local":
-                self.waiting_local -= 1
-            elif source == "external":
-                self.waiting_external -= 1
+            self._handed_over.discard(group_name)
+        for groups in self._waiting.values():
+            groups.difference_update(consumed, stale)
         # In one step with the counts above: who asks now must not be granted for the version before.
         status = self.status
         status.version = version
-        status.updates += 1
+        status.note_update(message["metrics"], message["staleness"])
         if message["publication"] is not None:
             await self._publish(message["publication"])
-        status.metrics = {name: float(value) for name, value in message["metrics"].items()}
-        for lag, count in message["staleness"].items():
-            status.staleness[int(lag)] += count
-            status.max_staleness_seen = max(status.max_staleness_seen, int(lag))
         if "reward_mean" in status.metrics:
             self._on_metric("reward", version, status.metrics["reward_mean"])
         if self.learner_process is not None:
             try:
-                self.learner_process.send({"type": "ack", "version": version})
-            except ChildGone:
-                log.info("the learner process ended before version %d was acknowledged", version)
+                # Behind the groups that wait for the process, however many: without it nothing goes on.
+                await self.learner_process.deliver({"type": "ack", "version": version})
+            except ChildGone as error:
+                log.info("version %d was not acknowledged: %s", version, error)
+        if self._missed_some:
+            await self._hand_over_waiting()
 
     def _on_eval(self, message: dict[str, Any]) -> None:
-        status = self.status
-        if status.eval_before is None:
-            status.eval_before = message["accuracy"]
-        else:
-            status.eval_after = message["accuracy"]
-        status.final = status.final or bool(message["final"])
+        self.status.note_evaluation(message["version"], message["accuracy"], bool(message["final"]))
         self._on_metric("accuracy", message["version"], message["accuracy"])
         by_task = ", ".join(f"{name} {value:.2f}" for name, value in sorted(message["by_task"].items()))
         label = "final evaluation" if message["final"] else "evaluation"
@@ -425,6 +370,8 @@ class LearnerRole:
     async def _publish(self, publication: dict[str, Any]) -> None:
         version: int = publication["version"]
         path = Path(publication["path"])
+        count = await self._store.run(lambda store: store.record_published(version))
+        self.status.published_versions = count
         held = self._versions.get(self.policy, version)
         if held is not None and held.manifest.state_hash == publication["state_hash"]:
             await self._on_published(held)
@@ -443,6 +390,5 @@ class LearnerRole:
         envelope = open_envelope(encoded, run_id=self.run_id)
         stored = self._versions.add(manifest, envelope, path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
-        self._versions.retain(self.policy, self._spec.max_staleness + 2)
-        self.status.published_versions += 1
+        await self._versions.retain(self.policy, self._spec.max_staleness + 2)
         await self._on_published(stored)

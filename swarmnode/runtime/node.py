@@ -5,34 +5,36 @@ Services are supervised one by one: a crash of any restarts that one and is show
 with it.
 """
 
-import contextlib
 import logging
 import os
 import signal
+import sqlite3
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 import trio
 
+from peers.base import PeerId
 from peers.chunk_serving import ChunkServer
 from peers.discovery import Discovery
 from peers.libp2p_transport import Libp2pTransport
 from peers.supervisor import Crash, supervise
 from peers.swarm import Swarm
+from protocol.base import Message
 from protocol.identity import Identity, NodeKey, node_name
 from protocol.invite import Invite
+from protocol.limits import MAX_ADDRESSES
 from protocol.messages import Hello, PolicyProgress, Presence, Role
-from protocol.refusals import RefusalReason
+from protocol.refusals import RefusalReason, Refused
 from protocol.run_spec import RunSpec
 from swarmnode import __version__
 from swarmnode.api import ApiServer
 from swarmnode.config import NodeConfig, with_overrides
 from swarmnode.data_directory import DataDirectory, atomic_write
 from swarmnode.runtime.api_address import remove_address, write_address
-from swarmnode.runtime.children import ChildGone
 from swarmnode.runtime.events import Journal
 from swarmnode.runtime.joining import fetch_assets, fetch_spec, make_invite, serve_spec
 from swarmnode.runtime.memory import resident_mb
@@ -47,10 +49,12 @@ from swarmnode.store import Store
 log = logging.getLogger(__name__)
 
 SEQUENCE_BLOCK = 4096
+SEQUENCE_LEAST = 1024
+"""A new block is reserved, in the background, when no more numbers than this are left."""
 FLUSH_S = 5.0
 STATE_S = 1.0
 RESIDENT_S = 3.0
-STOP_S = 9.0
+STOP_S = 8.5
 """The whole of an orderly stop; what is not done by then is in the ledger and goes on at the next start."""
 
 NOT_FAULTS = {RefusalReason.BUSY, RefusalReason.NOT_FOUND}
@@ -82,7 +86,8 @@ class Node:
         self._join_timeout_s = join_timeout_s
         self._refused: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
-        self._sequence = self._sequence_end = 0
+        self._sequences: deque[range] = deque()
+        self._low_on_sequences = trio.Event()
         self._roles: Roles | None = None
         self.rss_mb = resident_mb()
         self.stop_requested = trio.Event()
@@ -104,10 +109,16 @@ class Node:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals)
+                self.supervise(nursery, "sequence numbers", self._reserve_sequences)
+                self.supervise(nursery, "curves on disk", self.journal.write)
                 await self._run_network(nursery)
                 nursery.cancel_scope.cancel()
         finally:
-            self._store.add_refusals(dict(self._unflushed))
+            self.journal.write_now()
+            try:
+                self._store.add_refusals(dict(self._unflushed))
+            except sqlite3.Error as error:
+                log.warning("the last refusals were not counted in the ledger (%s)", error)
             self._store.close()
 
     async def _run_network(self, nursery: trio.Nursery) -> None:
@@ -151,10 +162,18 @@ class Node:
         )
         ChunkServer(self.swarm, self.versions.shelf)
         serve_manifests(self.swarm, self.versions)
+        for kind in ("run_spec_request", "credit_request", "group_push", "group_request"):
+            self.swarm.serve(kind, self._not_yet)
         async with transport.running():
             self.supervise(nursery, "gossip", self.swarm.run)
             self.supervise(nursery, "discovery", self.discovery.run)
             await self._until_stop(nursery, spec)
+
+    async def _not_yet(self, sender: PeerId, message: Message) -> tuple[str, Message]:
+        """The answer to what a role answers, until the roles run: a fault of nobody, so try again."""
+        if self._roles is None:
+            raise Refused(RefusalReason.BUSY, "this node is starting; try again")
+        raise Refused(RefusalReason.WRONG_KIND, f"a {self.config.role} does not answer this")
 
     async def _until_stop(self, nursery: trio.Nursery, spec: RunSpec | None) -> None:
         """Join, work, and stop in order; a stop asked for while joining ends it at once."""
@@ -170,10 +189,10 @@ class Node:
             joining.cancel_scope.cancel()
         if self._roles is None:
             return
-        api = self._start_api()
+        api = await self._start_api()
         try:
-            nursery.start_soon(self._flush_refusals)
-            nursery.start_soon(self._measure_memory)
+            self.supervise(nursery, "counts of refusals", self._flush_refusals)
+            self.supervise(nursery, "memory", self._measure_memory)
             self._print_welcome(api)
             await self._roles.failed_or(self.stop_requested)
         finally:
@@ -204,7 +223,7 @@ class Node:
             )
         self.config = with_overrides(self.config, {"role": role})
         configured = self.config.model or (self.config.run.model if self.config.run else None)
-        model_path = find_model(spec, configured, self.directory)
+        model_path = await trio.to_thread.run_sync(find_model, spec, configured, self.directory)
         if model_path is None and role != "relay":
             self.journal.event("info", f"fetching the files of model {spec.model.name!r} from peers")
             await fetch_assets(
@@ -221,16 +240,16 @@ class Node:
         await roles.start(nursery)
         self._roles = roles
 
-    def _start_api(self) -> ApiServer | None:
+    async def _start_api(self) -> ApiServer | None:
         settings = self.config.api
         if not settings.enabled:
             return None
         builder = StateBuilder(self)
         api = ApiServer(settings.host, settings.port, settings.token, builder.latest)
-        api.start()
+        await trio.to_thread.run_sync(api.start)
         write_address(self.directory, api, settings.token)
         assert self._roles is not None
-        self._roles.nursery.start_soon(builder.run)
+        self.supervise(self._roles.nursery, "state", builder.run)
         return api
 
     def _print_welcome(self, api: ApiServer | None) -> None:
@@ -263,13 +282,32 @@ class Node:
 
     def next_sequence(self) -> int:
         """A sequence number never used before, across restarts: blocks are reserved on disk."""
-        if self._sequence == self._sequence_end:
-            # A key whose ledger was lost must not start below the numbers that its peers have seen.
-            start = time.time_ns() // 1000
-            self._sequence = self._store.reserve("sequence", SEQUENCE_BLOCK, start)
-            self._sequence_end = self._sequence + SEQUENCE_BLOCK
-        self._sequence += 1
-        return self._sequence - 1
+        if not self._sequences:
+            self._add_sequences(self._reserve_block(self._store))
+        block = self._sequences[0]
+        number, self._sequences[0] = block[0], block[1:]
+        if not self._sequences[0]:
+            self._sequences.popleft()
+        if sum(map(len, self._sequences)) <= SEQUENCE_LEAST:
+            self._low_on_sequences.set()
+        return number
+
+    @staticmethod
+    def _reserve_block(store: Store) -> int:
+        # A key whose ledger was lost must not start below the numbers that its peers have seen.
+        return store.reserve("sequence", SEQUENCE_BLOCK, time.time_ns() // 1000)
+
+    def _add_sequences(self, start: int) -> None:
+        if self._sequences and start < self._sequences[-1].start:
+            return  # Two reservations overtook each other; numbers must ascend, and some may be left out.
+        self._sequences.append(range(start, start + SEQUENCE_BLOCK))
+
+    async def _reserve_sequences(self) -> None:
+        """Keep numbers ready, so that sending a message never waits for the disk."""
+        while True:
+            await self._low_on_sequences.wait()
+            self._add_sequences(await self.store.run(self._reserve_block))
+            self._low_on_sequences = trio.Event()
 
     def count_refusal(self, peer: bytes | None, reason: RefusalReason, detail: str) -> None:
         """Count a refusal and show it."""
@@ -278,7 +316,9 @@ class Node:
         self._refused[reason.value] += 1
         self._unflushed[reason.value] += 1
         who = "somebody" if peer is None else self.name_of(peer)
-        self.journal.event("warning", f"refused from {who}: {reason.value}: {detail}")
+        self.journal.event(
+            "warning", f"refused from {who}: {reason.value}: {detail}", f"refused {reason.value}"
+        )
 
     def name_of(self, key: bytes) -> str:
         """What a node calls itself, or the name of its key."""
@@ -311,7 +351,7 @@ class Node:
             name=self.name,
             role=self.config.role,
             software=f"swarmnode/{__version__}",
-            addresses=self.transport.addresses,
+            addresses=self.transport.addresses[:MAX_ADDRESSES],
             policies=self._progress(),
         )
 
@@ -330,26 +370,29 @@ class Node:
     # Small services
 
     async def _watch_signals(self) -> None:
+        try:
+            await self._receive_signals()
+        finally:
+            # A second Ctrl-C in the last moments, when nothing receives signals any more, changes nothing.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+    async def _receive_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
             async for number in signals:
                 if number == signal.SIGUSR1:
-                    self._finish_training()
+                    if self._roles is not None and self._roles.learner is not None:
+                        self._roles.learner.finish_training()
                 else:
                     self.request_stop()
-
-    def _finish_training(self) -> None:
-        """SIGUSR1: a final evaluation now, then serve without training."""
-        learner = self._roles.learner if self._roles is not None else None
-        if learner is not None and learner.learner_process is not None:
-            with contextlib.suppress(ChildGone):
-                learner.learner_process.send({"type": "finish"})
 
     async def _flush_refusals(self) -> None:
         while True:
             await trio.sleep(FLUSH_S)
             if self._unflushed:
-                counts, self._unflushed = dict(self._unflushed), Counter()
+                counts = dict(self._unflushed)
                 await self.store.run(lambda store, counts=counts: store.add_refusals(counts))  # type: ignore[misc]
+                self._unflushed -= Counter(counts)
 
     async def _measure_memory(self) -> None:
         while True:

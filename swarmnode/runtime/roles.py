@@ -1,6 +1,7 @@
 """What a role needs running: which child processes and services, wired to each other and to the network."""
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,22 +9,13 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from peers.base import PeerId, TransportError
-from peers.swarm import Swarm
 from protocol.chunks import chunk_hash
-from protocol.envelope import open_envelope
-from protocol.identity import node_name
-from protocol.messages import (
-    Credit,
-    CreditRequest,
-    GroupPush,
-    ManifestAnnouncement,
-    PolicyProgress,
-    Presence,
-    Receipt,
-    RolloutGroup,
-)
+from protocol.identity import NodeKey, node_name
+from protocol.messages import ManifestAnnouncement, PolicyProgress, Presence, Receipt, RolloutGroup
 from protocol.refusals import Refused
-from swarmnode.runtime.children import ChildProcess
+from swarmnode.runtime.children import ChildProcess, ChildState
+from swarmnode.runtime.curves import CurvesOfOthers
+from swarmnode.runtime.learner_links import LocalLearner, RemoteLearner
 from swarmnode.runtime.learner_role import LearnerRole
 from swarmnode.runtime.run_setup import vocabulary_size
 from swarmnode.runtime.sharing import Sharing
@@ -36,43 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CREDIT_TIMEOUT_S = 10.0
-PUSH_TIMEOUT_S = 45.0
-LAST_RECEIPTS_S = 2.0
+LAST_RECEIPTS_S = 1.5
 """How long a stopping worker waits for the receipts of its last groups; unsent ones stay on disk."""
-
-
-class RemoteLearner:
-    """A `LearnerLink` over the network. The learner of a policy is the node whose key is the policy's id."""
-
-    def __init__(self, swarm: Swarm, policy: bytes) -> None:
-        self._swarm = swarm
-        self._policy = policy
-
-    async def credit(self, version: int, wanted: int) -> Credit:
-        request = CreditRequest(policy=self._policy, version=version, wanted=wanted)
-        return await self._swarm.call(
-            PeerId(self._policy), request, timeout_s=CREDIT_TIMEOUT_S, expect=Credit
-        )
-
-    async def push(self, envelope: bytes) -> Receipt:
-        return await self._swarm.call(
-            PeerId(self._policy), GroupPush(envelope=envelope), timeout_s=PUSH_TIMEOUT_S, expect=Receipt
-        )
-
-
-class LocalLearner:
-    """A `LearnerLink` within one node (preset `swarm`)."""
-
-    def __init__(self, learner: LearnerRole) -> None:
-        self._learner = learner
-
-    async def credit(self, version: int, wanted: int) -> Credit:
-        request = CreditRequest(policy=self._learner.policy, version=version, wanted=wanted)
-        return self._learner.credit(self._learner.policy, request)
-
-    async def push(self, envelope: bytes) -> Receipt:
-        return await self._learner.receive_local(open_envelope(envelope, run_id=self._learner.run_id))
+VERIFIER_GRACE_S = 1.0
+"""It is stopped last, and what it has in hand comes again."""
+ANNOUNCE_TIMEOUT_S = 5.0
 
 
 class Roles:
@@ -106,11 +66,12 @@ class Roles:
             next_sequence=node.next_sequence,
             on_published=self._on_published,
             on_event=node.journal.event,
-            on_metric=lambda name, version, value: node.journal.point(
-                name, node.name, version, value, own=True
-            ),
+            on_metric=lambda name, version, value: node.journal.point(name, node.name, version, value),
             on_refusal=node.count_refusal,
         )
+        last = node.journal.last_own("accuracy")
+        if last is not None and last["version"] > 0:
+            learner.status.eval_after = last["value"]
         settings = node.config.learner
         learner.learner_process = self._child(
             "learner",
@@ -126,15 +87,15 @@ class Roles:
             on_down=learner.on_learner_down,
             threads=settings.threads,
         )
-        learner.verifier_process = self._child(
+        learner.checks.process = self._child(
             "verifier",
             configure=lambda: {
                 "type": "configure",
                 "spec": node.spec.encode(),
                 "model_dir": str(node.model_path),
             },
-            on_message=learner.on_verifier_message,
-            on_down=learner.on_verifier_down,
+            on_message=learner.checks.on_message,
+            on_down=lambda failed: learner.checks.on_down(),
             threads=1,
         )
         node.swarm.serve("credit_request", learner.handle_credit)
@@ -155,8 +116,7 @@ class Roles:
             next_sequence=node.next_sequence,
             groups_in_hand=node.config.engine.groups_in_hand,
             on_event=node.journal.event,
-            on_loaded=lambda version: None,
-            on_receipt=self._on_receipt,
+            on_accepted=self._on_accepted if node.spec.external_groups else None,
         )
         engine = node.config.engine.model_dump(exclude={"groups_in_hand"})
         worker.process = self._child(
@@ -172,7 +132,7 @@ class Roles:
                 "share_text": node.spec.external_groups > 0,
             },
             on_message=worker.on_message,
-            on_down=worker.on_process_down,
+            on_down=lambda failed: worker.on_process_down(),
             threads=node.config.engine.threads,
         )
         self.worker = worker
@@ -215,16 +175,16 @@ class Roles:
         *,
         configure: Callable[[], dict[str, Any]],
         on_message: Callable[[dict[str, Any]], Awaitable[None]],
-        on_down: Callable[[], None],
+        on_down: Callable[[str | None], None],
         threads: int,
     ) -> ChildProcess:
         node = self._node
 
-        def on_state(state: str, text: str) -> None:
+        def on_state(state: ChildState, text: str) -> None:
             if state == "running":
                 self._was_ready.add(name)
             else:
-                on_down()
+                on_down(text if state == "failed" else None)
             node.journal.event({"running": "info", "restarting": "warning"}.get(state, "error"), text)
             if state == "failed" and name not in self._was_ready:
                 self.failure = text
@@ -248,6 +208,9 @@ class Roles:
         """Start children and services in `nursery`."""
         node = self._node
         self.nursery = nursery
+        if self.learner is not None:
+            await self.learner.start()
+            node.supervise(nursery, "credit of lost workers", self._watch_connections)
         if self.worker is not None:
             await self.worker.start()
         for child in self._children:
@@ -289,7 +252,7 @@ class Roles:
                     await trio.sleep(0.05)
         for child in self._children:
             if child.name == "verifier":
-                await child.stop()
+                await child.stop(VERIFIER_GRACE_S)
 
     def _learner_is_connected(self) -> bool:
         return self.policy is not None and PeerId(self.policy) in self._node.transport.connected_peers()
@@ -305,13 +268,14 @@ class Roles:
             self.worker.offer_version(stored)
         manifest = stored.manifest
         try:
-            await self._node.swarm.announce(
-                ManifestAnnouncement(
-                    policy=manifest.policy,
-                    version=manifest.version,
-                    manifest=chunk_hash(stored.envelope.encoded),
+            with trio.move_on_after(ANNOUNCE_TIMEOUT_S):
+                await self._node.swarm.announce(
+                    ManifestAnnouncement(
+                        policy=manifest.policy,
+                        version=manifest.version,
+                        manifest=chunk_hash(stored.envelope.encoded),
+                    )
                 )
-            )
         except (TransportError, Refused) as error:
             log.info("version %d was not announced: %s", manifest.version, error)
 
@@ -319,7 +283,7 @@ class Roles:
         if self.worker is not None:
             self.worker.offer_version(stored)
 
-    def _on_receipt(self, envelope: bytes, group: RolloutGroup, receipt: Receipt) -> None:
+    def _on_accepted(self, envelope: bytes, group: RolloutGroup, receipt: Receipt) -> None:
         if self.sharing is not None:
             self.nursery.start_soon(self.sharing.share, envelope, group, receipt)
 
@@ -327,16 +291,24 @@ class Roles:
         """Connected peers that say they serve a version; the learner of the policy comes first in any
         case."""
         holders: list[PeerId] = []
-        for key, member in self._node.discovery.members().items():
-            if not member.connected:
+        for peer in self._node.discovery.connected():
+            member = self._node.discovery.member(NodeKey(peer))
+            if member is None:
                 continue
             progress = next((one for one in member.hello.policies if one.policy == policy), None)
             serves = progress is not None and (version is None or version in progress.served_versions)
-            if key == policy:
-                holders.insert(0, PeerId(key))
+            if peer == policy:
+                holders.insert(0, peer)
             elif serves:
-                holders.append(PeerId(key))
+                holders.append(peer)
         return holders
+
+    async def _watch_connections(self) -> None:
+        """A worker that is gone will not bring what it was granted, so others may."""
+        transport = self._node.transport
+        async for event in transport.events():
+            if self.learner is not None and event.peer not in transport.connected_peers():
+                self.learner.forget_worker(event.peer)
 
     async def _hear_manifests(self) -> None:
         async for author, message in self._node.swarm.announcements("manifest_announcement"):
@@ -345,28 +317,20 @@ class Roles:
                 self.follower.heard_of(message.version)
 
     async def _hear_presence(self) -> None:
-        seen: dict[bytes, tuple[float | None, float | None, int]] = {}
-        async for author, message in self._node.swarm.announcements("presence"):
+        node = self._node
+        curves = CurvesOfOthers(
+            node.journal,
+            own_name=node.name,
+            is_plotted=lambda author: author == self.policy or node.discovery.is_connected(NodeKey(author)),
+            name_of=node.name_of,
+        )
+        async for author, message in node.swarm.announcements("presence"):
             assert isinstance(message, Presence)
             for progress in message.policies:
                 # Only the learner knows what exists: others may claim any number.
                 if self.follower is not None and author == self.policy == progress.policy:
                     self.follower.heard_of(progress.version)
-            self._plot_others(author, message, seen)
-
-    def _plot_others(
-        self, author: bytes, presence: Presence, seen: dict[bytes, tuple[float | None, float | None, int]]
-    ) -> None:
-        if presence.reward is None and presence.accuracy is None:
-            return
-        version = next((one.version for one in presence.policies if one.policy == author), 0)
-        _, accuracy, old_version = seen.get(author, (None, None, -1))
-        journal = self._node.journal
-        if presence.reward is not None and version != old_version:
-            journal.point("reward", presence.name, version, presence.reward, own=False)
-        if presence.accuracy is not None and presence.accuracy != accuracy:
-            journal.point("accuracy", presence.name, version, presence.accuracy, own=False)
-        seen[author] = (presence.reward, presence.accuracy, version)
+            curves.heard(author, message)
 
     # What others see
 
@@ -399,8 +363,8 @@ class Roles:
             values |= {
                 "updates": status.updates,
                 "accepted": sum(self.learner.accepted_from.values()),
-                "reward": status.metrics.get("reward_mean"),
-                "accuracy": accuracy,
+                "reward": _finite(status.metrics.get("reward_mean")),
+                "accuracy": _finite(accuracy),
             }
         if self.worker is not None:
             receipts = self.worker.receipts
@@ -411,6 +375,11 @@ class Roles:
                 "refused": sum(receipts.values()) - receipts["accepted"],
             }
         return values
+
+
+def _finite(value: float | None) -> float | None:
+    """What a message may carry."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def build_roles(node: "Node") -> Roles:

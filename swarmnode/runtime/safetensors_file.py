@@ -38,7 +38,7 @@ def file_state_hash(path: Path) -> bytes:
                     shape = tuple(int(length) for length in entry["shape"])
                     tensors.append((name, str(entry["dtype"]), shape, view[start + begin : start + end]))
                 return state_hash(tensors)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise BadSafetensors(f"{path}: bad header ({error})") from error
             finally:
                 tensors = []

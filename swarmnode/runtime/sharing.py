@@ -5,6 +5,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 import trio
 
@@ -29,10 +30,50 @@ from swarmnode.runtime.store_thread import StoreThread
 log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 512
-"""Announced groups remembered; the oldest is forgotten first."""
+"""Announced groups remembered; of the author with the most, the oldest is forgotten first."""
+MAX_TRIED = 8_192
+"""Pulled groups remembered, so that announcing one again costs nothing here."""
 PULL_TIMEOUT_S = 10.0
 LOOK_AGAIN_S = 0.5
 MAX_REPLY_BYTES = 3 * 1024 * 1024
+
+
+class Candidates:
+    """Groups that others announced. One who announces much can neither push out the others' groups nor make
+    it likelier that one of its own is drawn."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._by_author: dict[bytes, OrderedDict[bytes, RolloutAnnouncement]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, announcement: RolloutAnnouncement) -> None:
+        """Remember an announcement of its policy's own node."""
+        groups = self._by_author.setdefault(announcement.policy, OrderedDict())
+        self._count += announcement.group not in groups
+        groups[announcement.group] = announcement
+        if self._count > MAX_CANDIDATES:
+            author = max(self._by_author, key=lambda author: len(self._by_author[author]))
+            self._take(author, next(iter(self._by_author[author])))
+
+    def draw(self, connected: AbstractSet[PeerId]) -> RolloutAnnouncement | None:
+        """Take one of a connected author: authors uniformly, then their groups. None when there is none."""
+        authors = [author for author in self._by_author if PeerId(author) in connected]
+        if not authors:
+            return None
+        author = self._random.choice(authors)
+        return self._take(author, self._random.choice(list(self._by_author[author])))
+
+    def _take(self, author: bytes, group: bytes) -> RolloutAnnouncement:
+        groups = self._by_author[author]
+        taken = groups.pop(group)
+        self._count -= 1
+        if not groups:
+            del self._by_author[author]
+        return taken
 
 
 class Sharing:
@@ -61,8 +102,8 @@ class Sharing:
         self._target = external_groups * config.candidates_per_group
         self._config = config
         self._on_refusal = on_refusal
-        self._random = random.Random(seed)
-        self._candidates: OrderedDict[bytes, RolloutAnnouncement] = OrderedDict()
+        self._candidates = Candidates(random.Random(seed))
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
         swarm.serve("group_request", self._serve)
 
     async def share(self, envelope: bytes, group: RolloutGroup, receipt: Receipt) -> None:
@@ -82,7 +123,7 @@ class Sharing:
         )
         try:
             await self._swarm.announce(announcement)
-        except TransportError as error:
+        except (TransportError, Refused) as error:
             log.info("a group was not announced: %s", error)
 
     async def listen(self) -> None:
@@ -94,24 +135,20 @@ class Sharing:
                     author, RefusalReason.UNKNOWN_POLICY, "announced a group of a policy not its own"
                 )
                 continue
-            self._candidates[message.group] = message
-            while len(self._candidates) > MAX_CANDIDATES:
-                self._candidates.popitem(last=False)
+            if message.group not in self._tried:
+                self._candidates.add(message)
 
     async def pull(self) -> None:
         """Keep enough external groups ready for the learner, until cancelled."""
         while True:
-            connected = self._swarm.transport.connected_peers()
-            reachable = [
-                announcement
-                for announcement in self._candidates.values()
-                if PeerId(announcement.policy) in connected
-            ]
-            if self._learner.waiting_external >= self._target or not reachable:
+            wants = self._learner.is_up and self._learner.waiting_external < self._target
+            chosen = self._candidates.draw(self._swarm.transport.connected_peers()) if wants else None
+            if chosen is None:
                 await trio.sleep(LOOK_AGAIN_S)
                 continue
-            chosen = self._random.choice(reachable)
-            del self._candidates[chosen.group]
+            self._tried[chosen.group] = None
+            while len(self._tried) > MAX_TRIED:
+                self._tried.popitem(last=False)
             try:
                 await self._pull_one(chosen)
             except Refused as refused:
@@ -127,26 +164,20 @@ class Sharing:
             timeout_s=PULL_TIMEOUT_S,
             expect=GroupReply,
         )
-        for encoded in reply.groups:
-            envelope = open_envelope(encoded, run_id=self._swarm.run_id)
-            if envelope.kind != "rollout_group" or envelope.sender != announcement.policy:
-                raise Refused(
-                    RefusalReason.WRONG_SENDER, "the group is not signed by the node that announced it"
-                )
-            if group_id(envelope.sender, envelope.body) != announcement.group:
-                raise Refused(RefusalReason.WRONG_HASH, "the group is not the one that was announced")
-            self.pulled += 1
-            if not await self._learner.receive_external(envelope):
-                self.uninformative += 1
+        if len(reply.groups) != 1:
+            raise Refused(RefusalReason.MALFORMED, f"{len(reply.groups)} groups came, one was asked for")
+        envelope = open_envelope(reply.groups[0], run_id=self._swarm.run_id)
+        if envelope.kind != "rollout_group" or envelope.sender != announcement.policy:
+            raise Refused(RefusalReason.WRONG_SENDER, "the group is not signed by the node that announced it")
+        if group_id(envelope.sender, envelope.body) != announcement.group:
+            raise Refused(RefusalReason.WRONG_HASH, "the group is not the one that was announced")
+        self.pulled += 1
+        if not await self._learner.receive_external(envelope):
+            self.uninformative += 1
 
     async def _serve(self, sender: PeerId, message: Message) -> tuple[str, Message]:
         assert isinstance(message, GroupRequest)
-        found = await self._store.run(lambda store: store.envelopes(message.groups))
-        if not found:
+        reply = await self._store.run(lambda store: store.envelopes(message.groups, MAX_REPLY_BYTES))
+        if not reply:
             raise Refused(RefusalReason.NOT_FOUND, "none of these groups is held here")
-        reply: list[bytes] = []
-        for encoded in found:
-            if sum(map(len, reply)) + len(encoded) > MAX_REPLY_BYTES:
-                break
-            reply.append(encoded)
         return "group_reply", GroupReply(groups=reply)

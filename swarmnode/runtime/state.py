@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from protocol.identity import NodeKey, node_name
+from peers.membership import MemberInfo
 from swarmnode import __version__
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from swarmnode.runtime.roles import Roles
 
 EVERY_S = 1.0
+MAX_ROWS = 500
+"""Nodes shown: live ones first, connected ones before those known by hearsay."""
 
 
 class StateBuilder:
@@ -84,18 +86,16 @@ class StateBuilder:
             "policy": self._policy(roles),
             "learner": self._learner(roles),
             "nodes": [self._self_row(roles), *self._member_rows()],
-            "series": {name: list(points) for name, points in node.journal.series.items()},
+            "series": node.journal.series,
             "staleness": {str(lag): count for lag, count in sorted(staleness.items())},
             "max_staleness_seen": 0 if learner is None else learner.status.max_staleness_seen,
             "groups": {
-                "accepted": sum(counts.values()),
+                "accepted": sum(counts.get(state, 0) for state in ("consumed", "accepted", "stale")),
                 "refused": sum(node.refused.values()),
                 "consumed": counts.get("consumed", 0),
                 "waiting": counts.get("accepted", 0),
                 "stale": counts.get("stale", 0),
-                "external_consumed": {
-                    node.name_of(sender): count for sender, count in self._stored["external"].items()
-                },
+                "external_consumed": self._by_name(self._stored["external"]),
             },
             "refused": dict(node.refused),
             "my_contribution": self._contribution(roles),
@@ -163,34 +163,29 @@ class StateBuilder:
     def _member_rows(self) -> list[dict[str, Any]]:
         node = self._node
         now = trio.current_time()
-        members = node.discovery.members()
-        newest: dict[bytes, int] = {}
-        for member in members.values():
-            for progress in member.hello.policies:
-                newest[progress.policy] = max(progress.version, newest.get(progress.policy, 0))
-        own = node.roles
-        if own is not None and own.policy is not None and own.version is not None:
-            newest[own.policy] = max(own.version, newest.get(own.policy, 0))
+        members = list(node.discovery.members().values())
+        newest = self._newest_versions(members)
         rows = []
-        for key, member in sorted(members.items(), key=lambda item: (item[1].hello.role, item[1].hello.name)):
+        for member in sorted(members, key=lambda one: self._importance(one, now))[:MAX_ROWS]:
             silent_s = now - member.last_heard_s
-            gone = member.left or silent_s > node.config.network.gone_after_s
+            gone = self._is_gone(member, now)
             presence = member.presence
             held = next(iter(member.hello.policies), None)
+            lag = None if held is None else max(0, newest.get(held.policy, held.version) - held.version)
             rows.append(
                 {
-                    "key": key.hex(),
+                    "key": member.key.hex(),
                     "name": member.hello.name,
                     "role": member.hello.role,
                     "self": False,
                     "state": "gone" if gone else "live",
                     "last_seen_s": silent_s,
-                    "policy": None if held is None else self._policy_name(NodeKey(held.policy)),
+                    "policy": None if held is None else self._node.name_of(held.policy),
                     "version": None if held is None else held.version,
-                    "lag": None if held is None else newest[held.policy] - held.version,
+                    "lag": lag,
                     "groups_per_min": 0.0 if presence is None or gone else presence.groups_per_min,
                     "tokens_per_s": 0.0 if presence is None or gone else presence.tokens_per_s,
-                    "accepted": self._accepted_of(key, 0 if presence is None else presence.accepted),
+                    "accepted": self._accepted_of(member.key, 0 if presence is None else presence.accepted),
                     "refused": 0 if presence is None else presence.refused,
                     "updates": 0 if presence is None else presence.updates,
                     "reward": None if presence is None else presence.reward,
@@ -198,10 +193,36 @@ class StateBuilder:
                     "rss_mb": 0.0 if presence is None else presence.rss_mb,
                 }
             )
-        return rows
+        return sorted(rows, key=lambda row: (row["role"], row["name"], row["key"]))
 
-    def _policy_name(self, key: NodeKey) -> str:
-        return self._node.name_of(key) if key else node_name(key)
+    def _is_gone(self, member: MemberInfo, now: float) -> bool:
+        return member.left or now - member.last_heard_s > self._node.config.network.gone_after_s
+
+    def _importance(self, member: MemberInfo, now: float) -> tuple[bool, bool, bool, str]:
+        return (self._is_gone(member, now), not member.connected, not member.direct, member.hello.name)
+
+    def _newest_versions(self, members: list[MemberInfo]) -> dict[bytes, int]:
+        """The newest version of each policy: only its own learner knows, others may claim anything."""
+        newest = {
+            progress.policy: progress.version
+            for member in members
+            for progress in member.hello.policies
+            if progress.policy == member.key
+        }
+        own = self._node.roles
+        if own is not None and own.policy is not None:
+            known = self._swarm_version(own)
+            if known is not None:
+                newest[own.policy] = max(known, newest.get(own.policy, 0))
+        return newest
+
+    def _by_name(self, counts: dict[bytes, int]) -> dict[str, int]:
+        """Counts by the senders' names; of two with the same name, the second carries its key."""
+        named: dict[str, int] = {}
+        for sender, count in counts.items():
+            name = self._node.name_of(sender)
+            named[f"{name} {sender.hex()[:6]}" if name in named else name] = count
+        return named
 
     def _accepted_of(self, key: bytes, claimed: int) -> int:
         """A learner goes by its own ledger; others by what the node says."""

@@ -6,6 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import trio
+
 from peers.chunk_serving import ChunkShelf
 from peers.file_assembly import StoredFile
 from protocol.chunks import chunk_hashes
@@ -93,12 +95,27 @@ class VersionStore:
         """Versions held of a policy, ascending."""
         return sorted(version for owner, version in self._versions if owner == policy)
 
-    def retain(self, policy: bytes, keep: int) -> None:
-        """Delete all but the newest `keep` versions of a policy."""
+    def discard(self, stored: StoredVersion) -> None:
+        """Forget a version that turned out to be damaged; its files stay."""
+        del self._versions[stored.manifest.policy, stored.manifest.version]
+        self.shelf.remove(stored.file)
+
+    async def retain(self, policy: bytes, keep: int) -> None:
+        """Delete all but the newest `keep` versions of a policy, and older downloads that were given up."""
         for version in self.versions(policy)[:-keep]:
-            stored = self._versions.pop((policy, version))
-            self.shelf.remove(stored.file)
-            shutil.rmtree(stored.weights_path.parent, ignore_errors=True)
+            self.shelf.remove(self._versions.pop((policy, version)).file)
+        kept = self.versions(policy)
+        if kept:
+            folder = version_directory(self._policies_path, policy, 0).parent
+            await trio.to_thread.run_sync(_delete_older, folder, set(kept))
+
+
+def _delete_older(folder: Path, kept: set[int]) -> None:
+    """Delete the directories of versions below the newest of `kept` that are not in it."""
+    for directory in folder.glob("v*"):
+        number = directory.name[1:]
+        if number.isdecimal() and int(number) < max(kept) and int(number) not in kept:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | None:

@@ -2,6 +2,7 @@
 hands it over."""
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 POLL_S = 5.0
 """Gossip is lossy: look for a newer version this often even when nothing is heard."""
 MANIFEST_TIMEOUT_S = 10.0
+MAX_ASKED = 3
+"""Peers asked for the newest manifest at a time."""
 
 
 def serve_manifests(swarm: Swarm, versions: VersionStore) -> None:
@@ -42,9 +45,9 @@ def serve_manifests(swarm: Swarm, versions: VersionStore) -> None:
 class WeightFollower:
     """Keeps the newest version of one policy on disk.
 
-    Promises: a version is handed over only when its manifest is signed by the policy's learner, every
-    chunk has its
-    hash and the tensors have the state hash; versions only move forward; a failed download changes nothing.
+    Promises: a version is handed over only when its manifest is signed by the policy's learner, every chunk
+    has its hash and the tensors have the state hash; versions only move forward; a failed download changes
+    nothing.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class WeightFollower:
         self._on_event = on_event
         self._on_refusal = on_refusal
         self._news = trio.Event()
+        self._random = random.Random()
+        self._rejected: tuple[int, bytes] | None = None
 
     def heard_of(self, version: int) -> None:
         """Somebody says that `version` exists; it is believed only once its manifest is seen."""
@@ -81,8 +86,13 @@ class WeightFollower:
     async def run(self) -> None:
         """Follow until cancelled."""
         held = self._versions.get(self._policy, None)
-        if held is not None:
-            self._on_version(held)
+        while held is not None:
+            if await self._is_intact(held.weights_path, held.manifest):
+                self._on_version(held)
+                break
+            self._on_event("warning", f"version {held.manifest.version} on disk is damaged: fetched anew")
+            self._versions.discard(held)
+            held = self._versions.get(self._policy, None)
         while True:
             with trio.move_on_after(POLL_S):
                 await self._news.wait()
@@ -102,23 +112,15 @@ class WeightFollower:
         held = self._versions.versions(self._policy)
         if held and manifest.version <= held[-1]:
             return
+        if self._rejected == (manifest.version, manifest.state_hash):
+            return
         directory = version_directory(self._policies_path, self._policy, manifest.version)
         path = directory / WEIGHTS_NAME
-        await download_file(
-            self._swarm,
-            self._versions.shelf,
-            path,
-            size_bytes=manifest.size_bytes,
-            chunk_size=manifest.chunk_size,
-            chunks=manifest.chunks,
-            providers=lambda: self._holders(manifest.version),
-        )
-        try:
-            actual = await trio.to_thread.run_sync(file_state_hash, path)
-        except BadSafetensors as error:
-            actual = b""
-            log.warning("%s", error)
-        if actual != manifest.state_hash:
+        if not await self._download(manifest, path):
+            return
+        if not await self._is_intact(path, manifest):
+            # Every chunk has its hash, so the learner itself says two things: nobody has a better file.
+            self._rejected = (manifest.version, manifest.state_hash)
             path.unlink(missing_ok=True)
             self._on_refusal(
                 self._policy, RefusalReason.WRONG_HASH, f"version {manifest.version}: state hash differs"
@@ -129,12 +131,54 @@ class WeightFollower:
             return
         stored = self._versions.add(manifest, envelope, path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
-        self._versions.retain(self._policy, self._spec.max_staleness + 2)
+        await self._versions.retain(self._policy, self._spec.max_staleness + 2)
         self._on_version(stored)
+
+    async def _download(self, manifest: Manifest, path: Path) -> bool:
+        """Fetch a version; False when it is given up because newer ones have made it useless meanwhile."""
+        failure: Exception | None = None
+        done = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_when_too_old, manifest.version, nursery.cancel_scope)
+            try:
+                await download_file(
+                    self._swarm,
+                    self._versions.shelf,
+                    path,
+                    size_bytes=manifest.size_bytes,
+                    chunk_size=manifest.chunk_size,
+                    chunks=manifest.chunks,
+                    providers=lambda: self._holders(manifest.version),
+                )
+                done = True
+            except (TransferFailed, OSError) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if self.newest_heard is not None and self.newest_heard > manifest.version:
+            self._news.set()
+        if failure is not None:
+            # Raised here and not inside: a nursery would wrap it in a group.
+            raise failure
+        return done
+
+    async def _cancel_when_too_old(self, version: int, scope: trio.CancelScope) -> None:
+        """Its learner soon deletes such a version, and groups of it would be refused as too stale."""
+        while (self.newest_heard or 0) - version <= self._spec.max_staleness:
+            await self._news.wait()
+            self._news = trio.Event()
+        log.info("version %d is given up, version %s exists", version, self.newest_heard)
+        scope.cancel()
+
+    async def _is_intact(self, path: Path, manifest: Manifest) -> bool:
+        try:
+            return await trio.to_thread.run_sync(file_state_hash, path) == manifest.state_hash
+        except (BadSafetensors, OSError) as error:
+            log.warning("%s: %s", path, error)
+            return False
 
     async def _newest_manifest(self) -> tuple[Manifest, Envelope] | None:
         best: tuple[Manifest, Envelope] | None = None
-        for peer in self._holders(self.newest_heard)[:3]:
+        for peer in self._whom_to_ask():
             try:
                 reply = await self._swarm.call(
                     peer,
@@ -148,6 +192,8 @@ class WeightFollower:
                         RefusalReason.NOT_A_LEARNER, "a manifest not signed by the policy's learner"
                     )
                 manifest = Manifest.decode(envelope.body)
+                if manifest.kind != "snapshot":
+                    raise Refused(RefusalReason.MALFORMED, "this node can read whole snapshots only")
                 if manifest.policy != self._policy or not self._spec.may_publish(envelope.sender):
                     raise Refused(
                         RefusalReason.NOT_A_LEARNER, "a manifest of a policy that its signer does not train"
@@ -164,3 +210,10 @@ class WeightFollower:
             if self.newest_heard is not None and manifest.version >= self.newest_heard:
                 break
         return best
+
+    def _whom_to_ask(self) -> list[PeerId]:
+        """The learner first; others in random order, for some may say they hold what they do not."""
+        peers = self._holders(self.newest_heard) or self._holders(None)
+        learner = [peer for peer in peers if peer == self._policy]
+        others = [peer for peer in peers if peer != self._policy]
+        return [*learner, *self._random.sample(others, len(others))][:MAX_ASKED]

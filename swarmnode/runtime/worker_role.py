@@ -13,19 +13,27 @@ from protocol.identity import Identity
 from protocol.messages import Credit, Receipt, RolloutGroup, group_id
 from protocol.refusals import RefusalReason, Refused
 from swarmnode.runtime.children import ChildGone, ChildProcess
+from swarmnode.runtime.events import Tell
 from swarmnode.runtime.rates import Rate
 from swarmnode.runtime.store_thread import StoreThread
 from swarmnode.runtime.version_store import StoredVersion, probe_message
 
 log = logging.getLogger(__name__)
 
-GENERATION_TIMEOUT_S = 300.0
-"""Groups asked of the engine and not seen after this long are given up (their counters stay unused)."""
+HANGS_AFTER_S = 1800.0
+"""An engine that was asked for groups and has given none for so long hangs: a batch of long answers of a
+large model on a slow machine takes minutes."""
+OWED_FOR_S = 45.0
+"""Credit for groups that died with their process is used again within this time; then the learner has given
+it to others."""
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 10.0
 MAX_PUSHES = 4
 MAX_OUTBOX = 256
 """Groups kept for a learner that is away; the worker pauses beyond."""
+REFUSALS_BEFORE_DROP = 4
+"""A call may be refused for what the learner is at that moment, so a group is given up only when its push was
+refused so often. A receipt is final at once."""
 
 
 class LearnerLink(Protocol):
@@ -44,8 +52,7 @@ class WorkerRole:
     """Generates groups of one policy while the learner wants them.
 
     Promises: a counter is used once, across restarts; a generated group is on disk before it is sent and
-    stays there
-    until the learner's receipt; weights only move forward.
+    stays there until the learner's receipt; weights only move forward.
     """
 
     def __init__(
@@ -58,9 +65,8 @@ class WorkerRole:
         store: StoreThread,
         next_sequence: Callable[[], int],
         groups_in_hand: int,
-        on_event: Callable[[str, str], None],
-        on_loaded: Callable[[int], None],
-        on_receipt: Callable[[bytes, RolloutGroup, Receipt], None],
+        on_event: Tell,
+        on_accepted: Callable[[bytes, RolloutGroup, Receipt], None] | None,
     ) -> None:
         self.policy = policy
         self.loaded_version: int | None = None
@@ -77,10 +83,13 @@ class WorkerRole:
         self._next_sequence = next_sequence
         self._groups_in_hand = groups_in_hand
         self._on_event = on_event
-        self._on_loaded = on_loaded
-        self._on_receipt = on_receipt
+        self._on_accepted = on_accepted
         self._newest: StoredVersion | None = None
-        self._asked: dict[int, float] = {}
+        self._asked: set[int] = set()
+        self._last_progress_s = 0.0
+        self._owed = 0
+        self._owed_until_s = 0.0
+        self._loading: int | None = None
         self._outbox: dict[bytes, bytes] = {}
         self._pushing: set[bytes] = set()
         self._wake = trio.Event()
@@ -88,8 +97,9 @@ class WorkerRole:
         self._stopping = False
 
     async def start(self) -> None:
-        """Read the outbox of an earlier start."""
+        """Read the outbox and the receipts of earlier starts."""
         self._outbox = dict(await self._store.run(lambda store: store.outbox()))
+        self.receipts.update(await self._store.run(lambda store: store.receipts()))
         if self._outbox:
             self._on_event("info", f"{len(self._outbox)} groups of an earlier start wait for their receipts")
 
@@ -100,7 +110,8 @@ class WorkerRole:
             self._load()
 
     def _load(self) -> None:
-        if not self._ready or self._newest is None or self.process is None:
+        """Load the newest version, one at a time: those between may be gone before their turn comes."""
+        if not self._ready or self._newest is None or self.process is None or self._loading is not None:
             return
         manifest = self._newest.manifest
         try:
@@ -114,37 +125,45 @@ class WorkerRole:
             )
         except ChildGone:
             return  # Loaded when the process is ready again.
+        self._loading = manifest.version
 
     async def on_message(self, message: dict[str, Any]) -> None:
         """The rollout process says something."""
         kind = message["type"]
+        self._last_progress_s = trio.current_time()
         if kind == "ready":
             self._ready = True
-            self._asked.clear()
-            self.loaded_version = None
             self._load()
         elif kind == "loaded":
             self.loaded_version = message["version"]
-            self._on_loaded(message["version"])
+            self._load_ended(message["version"])
             self.wake()
         elif kind == "load_failed":
             self._on_event(
                 "error",
                 f"version {message['version']} was not loaded, the old weights stay: {message['reason']}",
             )
+            self._load_ended(message["version"])
         elif kind == "group":
             await self._on_group(message)
 
+    def _load_ended(self, version: int) -> None:
+        self._loading = None
+        if self._newest is not None and self._newest.manifest.version > version:
+            self._load()
+
     def on_process_down(self) -> None:
         """The rollout process died: what it had in hand is generated anew under new counters."""
-        self._ready = False
-        self.loaded_version = None
+        self._owed = min(self._owed + len(self._asked), self._groups_in_hand)
+        self._owed_until_s = trio.current_time() + OWED_FOR_S
         self._asked.clear()
+        self._ready = False
+        self._loading = self.loaded_version = None
         self.group_rate.clear()
         self.token_rate.clear()
 
     async def _on_group(self, message: dict[str, Any]) -> None:
-        self._asked.pop(message["counter"], None)
+        self._asked.discard(message["counter"])
         self.group_rate.add(1)
         self.token_rate.add(message["tokens"])
         body: bytes = message["body"]
@@ -183,7 +202,7 @@ class WorkerRole:
     async def _generate(self) -> None:
         retry_s = FIRST_RETRY_S
         while not self._stopping:
-            self._give_up_lost()
+            self._end_hanging()
             wanted = self._groups_in_hand - len(self._asked)
             if self.loaded_version is None:
                 self.state = "waiting for weights"
@@ -196,6 +215,10 @@ class WorkerRole:
             if wanted <= 0:
                 self.state = "generating"
                 await self._sleep(1.0)
+                continue
+            if self._owed and trio.current_time() < self._owed_until_s:
+                owed, self._owed = min(self._owed, wanted), 0
+                await self._ask(owed)
                 continue
             try:
                 credit = await self._link.credit(self.loaded_version, wanted)
@@ -211,26 +234,25 @@ class WorkerRole:
                 await trio.sleep(max(0.05, min(credit.retry_after_s, LONGEST_RETRY_S)))
                 continue
             self.state = "generating"
-            await self._ask(credit.granted)
+            await self._ask(min(credit.granted, wanted))
 
     async def _ask(self, count: int) -> None:
         first = await self._store.run(lambda store: store.reserve("group_counter", count))
         if self.process is None:
             return
+        if not self._asked:
+            self._last_progress_s = trio.current_time()
         try:
             for counter in range(first, first + count):
                 self.process.send({"type": "generate", "counter": counter})
-                self._asked[counter] = trio.current_time()
+                self._asked.add(counter)
         except ChildGone:
             log.info("the rollout process ended before it was asked for %d groups", count)
 
-    def _give_up_lost(self) -> None:
-        limit = trio.current_time() - GENERATION_TIMEOUT_S
-        for counter in [counter for counter, asked in self._asked.items() if asked < limit]:
-            del self._asked[counter]
-            self._on_event(
-                "warning", f"group {counter} was not generated within {GENERATION_TIMEOUT_S:.0f} s"
-            )
+    def _end_hanging(self) -> None:
+        silent_s = trio.current_time() - self._last_progress_s
+        if self._asked and silent_s >= HANGS_AFTER_S and self.process is not None:
+            self.process.end(f"it gave none of {len(self._asked)} groups in {silent_s:.0f} s")
 
     async def _sleep(self, longest_s: float) -> None:
         with trio.move_on_after(longest_s):
@@ -247,34 +269,53 @@ class WorkerRole:
             await self._sleep(1.0)
 
     async def _push(self, group_name: bytes) -> None:
-        delay = FIRST_RETRY_S
         try:
-            while True:
-                try:
-                    receipt = await self._link.push(self._outbox[group_name])
-                    break
-                except Refused as refused:
-                    if refused.reason is not RefusalReason.BUSY:
-                        receipt = Receipt(
-                            group=group_name,
-                            accepted=False,
-                            reason=refused.reason.value,
-                            detail=refused.detail[:512],
-                        )
-                        break
-                    log.debug("push of %s: %s", group_name.hex()[:12], refused)
-                except TransportError as error:
-                    log.debug("push of %s: %s", group_name.hex()[:12], error)
-                await trio.sleep(delay)
-                delay = min(delay * 2, LONGEST_RETRY_S)
-            verdict = "accepted" if receipt.accepted else receipt.reason
+            receipt = await self._receipt_for(group_name)
+            verdict = _verdict_of(receipt)
             await self._store.run(lambda store: store.settle_outbox(group_name, verdict))
-            envelope = open_envelope(self._outbox.pop(group_name), run_id=self._run_id)
+            encoded = self._outbox.pop(group_name)
             self.receipts[verdict] += 1
-            if not receipt.accepted:
-                self.last_refusal = f"{receipt.reason}: {receipt.detail}"
-                self._on_event("warning", f"the learner refused a group: {receipt.reason}: {receipt.detail}")
-            self._on_receipt(envelope.encoded, RolloutGroup.decode(envelope.body), receipt)
+            if receipt.accepted:
+                if self._on_accepted is not None:
+                    body = open_envelope(encoded, run_id=self._run_id).body
+                    self._on_accepted(encoded, RolloutGroup.decode(body), receipt)
+            else:
+                self.last_refusal = f"{verdict}: {receipt.detail}"
+                self._on_event(
+                    "warning", f"the learner refused a group: {self.last_refusal}", f"receipt {verdict}"
+                )
         finally:
             self._pushing.discard(group_name)
             self.wake()
+
+    async def _receipt_for(self, group_name: bytes) -> Receipt:
+        """Push until the learner says what becomes of the group."""
+        delay, refusals = FIRST_RETRY_S, 0
+        while True:
+            try:
+                receipt = await self._link.push(self._outbox[group_name])
+                if receipt.group == group_name:
+                    return receipt
+                log.warning("the learner's receipt for %s is for another group", group_name.hex()[:12])
+            except Refused as refused:
+                refusals += refused.reason is not RefusalReason.BUSY
+                if refusals >= REFUSALS_BEFORE_DROP:
+                    return Receipt(
+                        group=group_name,
+                        accepted=False,
+                        reason=refused.reason.value,
+                        detail=refused.detail[:512],
+                    )
+                log.debug("push of %s: %s", group_name.hex()[:12], refused)
+            except TransportError as error:
+                log.debug("push of %s: %s", group_name.hex()[:12], error)
+            await trio.sleep(delay)
+            delay = min(delay * 2, LONGEST_RETRY_S)
+
+
+def _verdict_of(receipt: Receipt) -> str:
+    """ "accepted", or one of the known reasons: what a learner writes there is counted by word."""
+    if receipt.accepted:
+        return "accepted"
+    known = {reason.value for reason in RefusalReason}
+    return receipt.reason if receipt.reason in known else "other"
