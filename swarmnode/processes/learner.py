@@ -5,7 +5,6 @@ in the middle of an update; everything else happens in the main thread. The orde
 train, checkpoint (consumed ids inside), publish, tell the node, wait for its acknowledgement.
 """
 
-import contextlib
 import logging
 import sys
 import time
@@ -26,7 +25,8 @@ from swarmnode.engines.memory import NotEnoughMemory
 from swarmnode.engines.transformers_engine import EngineError, TransformersEngine
 from swarmnode.environments import TaskConfigError, build_environment
 from swarmnode.environments.prompt import TokenizerError, load_tokenizer, render_prompt
-from swarmnode.processes.channel import Channel, ChannelClosed
+from swarmnode.processes.channel import Channel
+from swarmnode.processes.child import Failure, run_child
 from swarmnode.processes.evaluation import evaluate
 from swarmnode.processes.inbox import Inbox, Stopped
 from trainer.checkpoint import CheckpointError
@@ -73,10 +73,6 @@ class LearnerSettings(BaseModel):
     max_updates: int | None = Field(default=None, ge=0)
     max_seconds: float | None = Field(default=None, ge=0)
     token_budget: int = Field(default=8192, ge=1)
-
-
-class Failure(Exception):
-    """The process cannot go on; the message is one line that says what to do."""
 
 
 class LearnerProcess:
@@ -318,24 +314,8 @@ def publication_message(publication: Publication) -> dict[str, Any]:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s learner %(levelname)s %(message)s")
     disable_progress_bar()
-    channel = Channel.from_environment()
-    inbox = Inbox(channel)
-    inbox.take_signals()
-    inbox.start()
-    try:
-        LearnerProcess(channel, inbox).run()
-    except ChannelClosed:
-        return 1
-    except Exception as error:
-        known = isinstance(error, (Failure, *KNOWN_FAILURES))
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        log.error("%s", reason, exc_info=not known)
-        with contextlib.suppress(ChannelClosed):
-            channel.send({"type": "failed", "reason": " ".join(reason.split())})
-        return 1
-    return 0
+    return run_child(lambda channel, inbox: LearnerProcess(channel, inbox).run(), KNOWN_FAILURES)
 
 
 if __name__ == "__main__":

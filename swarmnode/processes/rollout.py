@@ -33,7 +33,8 @@ from swarmnode.environments.prompt import (
     render_prompt,
 )
 from swarmnode.processes.channel import Channel
-from swarmnode.processes.inbox import Inbox, Stopped
+from swarmnode.processes.child import Failure, run_child
+from swarmnode.processes.inbox import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,6 @@ gives 5 to 20 on that model and 0.6 to 3 on the tiny one.
 
 KNOWN_FAILURES = (EngineError, NotEnoughMemory, TaskConfigError, TokenizerError)
 """Their messages are written for people; anything else is a bug and leaves a traceback in the log."""
-
-
-class Failure(Exception):
-    """The process cannot go on; the message is one line that says what to do."""
 
 
 class EngineSettings(BaseModel):
@@ -299,20 +296,7 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    channel = Channel.from_environment()
-    inbox = Inbox(channel)
-    inbox.take_signals()
-    inbox.start()
-    try:
-        serve(channel, inbox)
-    except Stopped:
-        return 0
-    except (Failure, *KNOWN_FAILURES) as error:
-        log.error("%s", error)
-        channel.send({"type": "failed", "reason": " ".join(str(error).split())})
-        return 1
-    raise AssertionError("serve ends by an exception only")
+    return run_child(serve, KNOWN_FAILURES)
 
 
 if __name__ == "__main__":

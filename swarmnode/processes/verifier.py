@@ -27,7 +27,8 @@ from swarmnode.environments.prompt import (
     render_prompt,
 )
 from swarmnode.processes.channel import Channel
-from swarmnode.processes.inbox import Inbox, Stopped
+from swarmnode.processes.child import Failure, run_child
+from swarmnode.processes.inbox import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,6 @@ CONFIGURE_TIMEOUT_S = 60.0
 MAX_CHECK_CPU_S = 20.0
 """A check takes milliseconds. Processor time and not the clock's, so that a busy machine refuses nobody."""
 MAX_DETAIL_CHARS = 300
-
-
-class Failure(Exception):
-    """The process cannot go on; the message is one line that says what to do."""
 
 
 class CheckTooLong(BaseException):
@@ -233,20 +230,7 @@ def serve(channel: Channel, inbox: Inbox) -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    channel = Channel.from_environment()
-    inbox = Inbox(channel)
-    inbox.take_signals()
-    inbox.start()
-    try:
-        serve(channel, inbox)
-    except Stopped:
-        return 0
-    except (Failure, TaskConfigError, TokenizerError) as error:
-        log.error("%s", error)
-        channel.send({"type": "failed", "reason": " ".join(str(error).split())})
-        return 1
-    raise AssertionError("serve ends by an exception only")
+    return run_child(serve, (TaskConfigError, TokenizerError))
 
 
 if __name__ == "__main__":
