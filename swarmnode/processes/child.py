@@ -1,4 +1,4 @@
-"""How a child process lives: takes its channel and signals, works, tells its node why when it cannot go on."""
+"""How a child process lives: takes its channel and signals, works, tells its node why if it cannot go on."""
 
 import contextlib
 import logging
