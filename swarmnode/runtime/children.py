@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
 STABLE_AFTER_S = 60.0
+FIRST_BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 30.0
 AFTER_FAILURE_S = 60.0
 LONGEST_AFTER_FAILURE_S = 600.0
@@ -111,7 +112,7 @@ class ChildProcess:
 
     async def run(self) -> None:
         """Keep the child alive until cancelled, or until it fails for good (`failure` says why)."""
-        delay_s, failure_delay_s = 1.0, AFTER_FAILURE_S
+        delay_s, failure_delay_s = FIRST_BACK_OFF_S, AFTER_FAILURE_S
         while not self._stopping:
             started = trio.current_time()
             try:
@@ -125,7 +126,7 @@ class ChildProcess:
             if self._stopping:
                 return
             if trio.current_time() - started > STABLE_AFTER_S:
-                delay_s, failure_delay_s = 1.0, AFTER_FAILURE_S
+                delay_s, failure_delay_s = FIRST_BACK_OFF_S, AFTER_FAILURE_S
             how = f"the {self.name} process {self._how_it_ended(code)}"
             if self.failure is None and not self._was_ever_ready and self._tries >= TRIES_BEFORE_READY:
                 self.failure = f"{how}, {self._tries} times before it was ready; its log is {self._log_path}"

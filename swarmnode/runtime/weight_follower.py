@@ -138,8 +138,9 @@ class WeightFollower:
         """Fetch a version; False when it is given up because newer ones have made it useless meanwhile."""
         failure: Exception | None = None
         done = False
+        newest = max(self.newest_heard or 0, manifest.version)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._cancel_when_too_old, manifest.version, nursery.cancel_scope)
+            nursery.start_soon(self._cancel_when_too_old, newest, nursery.cancel_scope)
             try:
                 await download_file(
                     self._swarm,
@@ -154,19 +155,22 @@ class WeightFollower:
             except (TransferFailed, OSError) as error:
                 failure = error
             nursery.cancel_scope.cancel()
-        if self.newest_heard is not None and self.newest_heard > manifest.version:
+        if (self.newest_heard or 0) > newest:
             self._news.set()
         if failure is not None:
             # Raised here and not inside: a nursery would wrap it in a group.
             raise failure
         return done
 
-    async def _cancel_when_too_old(self, version: int, scope: trio.CancelScope) -> None:
-        """Its learner soon deletes such a version, and groups of it would be refused as too stale."""
-        while (self.newest_heard or 0) - version <= self._spec.max_staleness:
+    async def _cancel_when_too_old(self, newest: int, scope: trio.CancelScope) -> None:
+        """When so many versions came meanwhile, its learner soon deletes the one that is being fetched, and
+        groups of it would be refused as too stale."""
+        while (self.newest_heard or 0) - newest <= self._spec.max_staleness:
             await self._news.wait()
             self._news = trio.Event()
-        log.info("version %d is given up, version %s exists", version, self.newest_heard)
+        log.info(
+            "a download is given up: version %s exists, it was %d when it began", self.newest_heard, newest
+        )
         scope.cancel()
 
     async def _is_intact(self, path: Path, manifest: Manifest) -> bool:

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -197,3 +199,81 @@ def test_what_was_accepted_survives_kill_9(tmp_path: Path) -> None:
     store = Store(path)
     assert store.counts()["accepted"] >= int(said[-1]) + 1
     store.close()
+
+
+def test_a_ledger_can_be_used_from_several_threads(store: Store) -> None:
+    """The event loop reserves sequence numbers while the store's thread is in a transaction."""
+    failures: list[BaseException] = []
+    reserved: list[int] = []
+
+    def accept() -> None:
+        try:
+            for number in range(200):
+                _accept(store, number.to_bytes(2, "big"))
+                store.record_update(number + 1, [number.to_bytes(2, "big")], [])
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    while thread.is_alive():
+        reserved.append(store.reserve("sequence", 1))
+    thread.join()
+    assert failures == []
+    assert reserved == list(range(len(reserved)))
+    assert store.counts() == {"consumed": 200}
+
+
+def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
+    _accept(store, b"a")
+
+    def ids() -> Iterator[bytes]:
+        yield b"a"
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        store.record_update(1, ids(), [])
+    assert store.counts() == {"accepted": 1}
+    assert store.record_update(1, [b"a"], []) == []
+
+
+def test_counts_are_those_of_the_groups_after_any_history(store: Store) -> None:
+    for number in range(6):
+        _accept(store, bytes([number]), source="external" if number % 2 else "local", sender=b"x" * 31 + b"y")
+    _accept(store, b"z", sender=b"z" * 32)
+    store.record_update(1, [b"\0", b"\1", b"\2"], [b"\3"])
+    store.record_update(2, [b"\4"], [])
+    store.reconcile(1, {1: [b"\0", b"\1", b"\2"]})
+    assert store.counts() == {"accepted": 3, "consumed": 3, "stale": 1}
+    assert store.accepted_by_sender() == {b"x" * 31 + b"y": 6, b"z" * 32: 1}
+    assert store.consumed_external_by_sender() == {b"x" * 31 + b"y": 1}
+    assert (store.updates(), store.staleness()) == (1, {-3: 2})
+
+
+def test_a_ledger_without_a_tally_gets_one(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    _accept(store, b"a")
+    store._db.execute("DELETE FROM tally")
+    store.close()
+    store = Store(tmp_path / "state.sqlite")
+    assert store.counts() == {"accepted": 1}
+    store.close()
+
+
+def test_groups_whose_bodies_are_gone_are_stale_when_their_update_is_undone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checkpoints were lost: what the ledger cannot hand over again must not stop the start."""
+    monkeypatch.setattr("swarmnode.store.KEEP_BODIES", 2)
+    names = [bytes([number]) for number in range(6)]
+    for name in names:
+        _accept(store, name)
+    store.record_update(1, names, [])
+    assert store.reconcile(0, {}) == (3, 0)
+    assert [group.id for group in store.waiting()] == names[3:]
+    assert store.counts() == {"accepted": 3, "stale": 3}
+
+
+def test_published_versions_are_counted_once_each(store: Store) -> None:
+    assert [store.record_published(version) for version in (0, 1, 1, 3)] == [1, 2, 2, 3]
+    assert store.published_versions() == 3
