@@ -9,8 +9,7 @@ import logging
 import os
 import signal
 import sqlite3
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from swarmnode.runtime.joining import fetch_assets, fetch_spec, make_invite, ser
 from swarmnode.runtime.memory import resident_mb
 from swarmnode.runtime.roles import Roles, build_roles
 from swarmnode.runtime.run_setup import find_model, load_spec
+from swarmnode.runtime.sequence_numbers import SequenceNumbers
 from swarmnode.runtime.state import StateBuilder
 from swarmnode.runtime.store_thread import StoreThread
 from swarmnode.runtime.version_store import VersionStore
@@ -48,9 +48,6 @@ from swarmnode.store import Store
 
 log = logging.getLogger(__name__)
 
-SEQUENCE_BLOCK = 4096
-SEQUENCE_LEAST = 1024
-"""A new block is reserved, in the background, when no more numbers than this are left."""
 FLUSH_S = 5.0
 STATE_S = 1.0
 RESIDENT_S = 3.0
@@ -86,8 +83,6 @@ class Node:
         self._join_timeout_s = join_timeout_s
         self._refused: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
-        self._sequences: deque[range] = deque()
-        self._low_on_sequences = trio.Event()
         self._roles: Roles | None = None
         self.rss_mb = resident_mb()
         self.stop_requested = trio.Event()
@@ -96,6 +91,15 @@ class Node:
 
     async def run(self) -> None:
         """Run until asked to stop. Raises `NodeFailed` and the errors named in `swarmnode.cli.errors`."""
+        async with trio.open_nursery() as nursery:
+            # Before anything is begun that would have to be ended in order.
+            listening = trio.Event()
+            nursery.start_soon(self._watch_signals, listening)
+            await listening.wait()
+            await self._run()
+            nursery.cancel_scope.cancel()
+
+    async def _run(self) -> None:
         self.directory.create()
         self.directory.lock()
         self._start_logging()
@@ -103,13 +107,14 @@ class Node:
         log.info("data directory: %s", self.directory.root)
         self._store = Store(self.directory.store_path)
         self.store = StoreThread(self._store)
+        numbers = SequenceNumbers(self._store, self.store)
+        self.next_sequence = numbers.next
         self._refused.update(self._store.refusals())
         self.journal = Journal(self.directory.metrics_path)
         self.journal.load()
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_signals)
-                self.supervise(nursery, "sequence numbers", self._reserve_sequences)
+                self.supervise(nursery, "sequence numbers", numbers.run)
                 self.supervise(nursery, "curves on disk", self.journal.write)
                 await self._run_network(nursery)
                 nursery.cancel_scope.cancel()
@@ -280,35 +285,6 @@ class Node:
         """What this node refused, by reason, over all its starts."""
         return self._refused
 
-    def next_sequence(self) -> int:
-        """A sequence number never used before, across restarts: blocks are reserved on disk."""
-        if not self._sequences:
-            self._add_sequences(self._reserve_block(self._store))
-        block = self._sequences[0]
-        number, self._sequences[0] = block[0], block[1:]
-        if not self._sequences[0]:
-            self._sequences.popleft()
-        if sum(map(len, self._sequences)) <= SEQUENCE_LEAST:
-            self._low_on_sequences.set()
-        return number
-
-    @staticmethod
-    def _reserve_block(store: Store) -> int:
-        # A key whose ledger was lost must not start below the numbers that its peers have seen.
-        return store.reserve("sequence", SEQUENCE_BLOCK, time.time_ns() // 1000)
-
-    def _add_sequences(self, start: int) -> None:
-        if self._sequences and start < self._sequences[-1].start:
-            return  # Two reservations overtook each other; numbers must ascend, and some may be left out.
-        self._sequences.append(range(start, start + SEQUENCE_BLOCK))
-
-    async def _reserve_sequences(self) -> None:
-        """Keep numbers ready, so that sending a message never waits for the disk."""
-        while True:
-            await self._low_on_sequences.wait()
-            self._add_sequences(await self.store.run(self._reserve_block))
-            self._low_on_sequences = trio.Event()
-
     def count_refusal(self, peer: bytes | None, reason: RefusalReason, detail: str) -> None:
         """Count a refusal and show it."""
         if reason in NOT_FAULTS:
@@ -369,16 +345,17 @@ class Node:
 
     # Small services
 
-    async def _watch_signals(self) -> None:
+    async def _watch_signals(self, listening: trio.Event) -> None:
         try:
-            await self._receive_signals()
+            await self._receive_signals(listening)
         finally:
             # A second Ctrl-C in the last moments, when nothing receives signals any more, changes nothing.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
 
-    async def _receive_signals(self) -> None:
+    async def _receive_signals(self, listening: trio.Event) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
+            listening.set()
             async for number in signals:
                 if number == signal.SIGUSR1:
                     if self._roles is not None and self._roles.learner is not None:
