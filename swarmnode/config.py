@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from protocol.base import Name
 from protocol.messages import Role
 from protocol.run_spec import AlgorithmSpec
 
@@ -120,8 +121,8 @@ class NodeConfig(Section):
     """Everything about one node."""
 
     role: Role = "worker"
-    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    """What others see; None: the name that follows from the node's key."""
+    name: Name | None = None
+    """What others see (printable, at most 64 characters); None: the name that follows from the node's key."""
     model: str | None = None
     """Where this node finds the run's model; None: the shipped one if it is that, else fetched from peers."""
     network: NetworkConfig = NetworkConfig()

@@ -31,6 +31,7 @@ def test_not_toml_and_missing_files_are_one_line(tmp_path: Path) -> None:
     ("values", "key"),
     [
         ({"role": "boss"}, "role"),
+        ({"name": "two\nlines"}, "name"),
         ({"api": {"port": 70000}}, "api.port"),
         ({"engine": {"threads": 0}}, "engine.threads"),
         ({"run": {"mode": "sequential"}}, "run"),
