@@ -67,7 +67,8 @@ class SeedStatus:
             return f"{self.address}: connected"
         if not self.last_error:
             return f"{self.address}: not tried yet"
-        return f"{self.address}: {self.last_error} (failed {self.failures} times, retrying)"
+        trouble = self.last_error.removeprefix(self.address).strip()
+        return f"{self.address}: {trouble} (failed {self.failures} times, retrying)"
 
 
 class Discovery:
