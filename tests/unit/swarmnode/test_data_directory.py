@@ -62,3 +62,21 @@ def test_atomic_write_replaces_whole_files_and_leaves_nothing_behind(tmp_path: P
     atomic_write(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_network_key_is_kept_for_its_owner_only_and_damage_is_named(directory: DataDirectory) -> None:
+    assert directory.load_network_key() is None
+    directory.save_network_key(bytes(range(32)))
+    assert directory.load_network_key() == bytes(range(32))
+    path = directory.network_key_path
+    assert path.stat().st_mode & 0o777 == 0o600
+    for damaged, trouble in (
+        ("00ff", "holds 2 bytes, a network key has 32"),
+        ("secret", "not 64 hexadecimal digits"),
+    ):
+        path.write_text(damaged)
+        with pytest.raises(DataError, match=trouble):
+            directory.load_network_key()
+    path.chmod(0o644)
+    with pytest.raises(DataError, match="others may read this key"):
+        directory.load_network_key()
