@@ -120,7 +120,8 @@ class RunSection(Section):
 class NodeConfig(Section):
     """Everything about one node."""
 
-    role: Role = "worker"
+    role: Role | None = None
+    """None: what the run needs most, a worker in a fleet, a peer in preset `swarm`."""
     name: Name | None = None
     """What others see (printable, at most 64 characters); None: the name that follows from the node's key."""
     model: str | None = None

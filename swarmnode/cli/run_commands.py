@@ -115,9 +115,13 @@ def join(
         settings = load_config(directory.config_path)
     else:
         port = 0 if _port_taken(8642) else 8642
-        settings = parse_config({"role": role or "worker", "api": {"port": port}}, "join")
-        settings = with_overrides(settings, _overrides(name, listen, announce, None, api_host, api_port))
-        settings = with_overrides(settings, {"model": model, "network.seeds": list(parsed.seeds)})
+        settings = parse_config({"api": {"port": port}}, "join")
+        lasting = _overrides(name, listen, announce, None, api_host, api_port)
+        del lasting["api.token"]  # It stays where it came from.
+        settings = with_overrides(settings, lasting)
+        settings = with_overrides(
+            settings, {"role": role, "model": model, "network.seeds": list(parsed.seeds)}
+        )
         directory.load_or_create_identity()
         atomic_write(directory.config_path, to_toml(settings).encode())
         console.print(
@@ -126,9 +130,7 @@ def join(
     overrides = _overrides(name, listen, announce, None, api_host, api_port)
     overrides["role"] = role
     overrides["model"] = model
-    _start(
-        directory, settings, overrides, parsed, invite_file, role_is_chosen=role is not None, timeout=timeout
-    )
+    _start(directory, settings, overrides, parsed, invite_file, timeout=timeout)
 
 
 def _overrides(
@@ -185,7 +187,6 @@ def _start(
     overrides: dict[str, Any],
     invite: Invite | None,
     invite_file: Path | None,
-    role_is_chosen: bool = True,
     timeout: float = 60.0,
 ) -> None:
     import trio
@@ -198,7 +199,6 @@ def _start(
         settings,
         invite=invite,
         invite_file=invite_file,
-        role_is_chosen=role_is_chosen,
         join_timeout_s=timeout,
     )
     trio.run(node.run)

@@ -38,7 +38,7 @@ from swarmnode.runtime.events import Journal
 from swarmnode.runtime.joining import fetch_assets, fetch_spec, make_invite, serve_spec
 from swarmnode.runtime.memory import resident_mb
 from swarmnode.runtime.roles import Roles, build_roles
-from swarmnode.runtime.run_setup import find_model, load_spec
+from swarmnode.runtime.run_setup import find_model, load_spec, resolve_role
 from swarmnode.runtime.sequence_numbers import SequenceNumbers
 from swarmnode.runtime.state import StateBuilder
 from swarmnode.runtime.store_thread import StoreThread
@@ -72,14 +72,12 @@ class Node:
         *,
         invite: Invite | None = None,
         invite_file: Path | None = None,
-        role_is_chosen: bool = True,
         join_timeout_s: float = 60.0,
     ) -> None:
         self.directory = directory
         self.config = config
         self._invite = invite
         self._invite_file = invite_file
-        self._role_is_chosen = role_is_chosen
         self._join_timeout_s = join_timeout_s
         self._refused: Counter[str] = Counter()
         self._unflushed: Counter[str] = Counter()
@@ -178,7 +176,7 @@ class Node:
         """The answer to what a role answers, until the roles run: a fault of nobody, so try again."""
         if self._roles is None:
             raise Refused(RefusalReason.BUSY, "this node is starting; try again")
-        raise Refused(RefusalReason.WRONG_KIND, f"a {self.config.role} does not answer this")
+        raise Refused(RefusalReason.WRONG_KIND, f"a {self.role} does not answer this")
 
     async def _until_stop(self, nursery: trio.Nursery, spec: RunSpec | None) -> None:
         """Join, work, and stop in order; a stop asked for while joining ends it at once."""
@@ -217,15 +215,7 @@ class Node:
             spec, self.spec_envelope = await fetch_spec(self.swarm, self.discovery, self._join_timeout_s)
             atomic_write(self.directory.spec_path, self.spec_envelope)
         serve_spec(self.swarm, self.spec_envelope)
-        role: Role = self.config.role
-        if not self._role_is_chosen and role == "worker" and spec.preset == "swarm":
-            role = "peer"
-        if role == "learner" and not spec.may_publish(self.identity.key):
-            raise NodeFailed(
-                f"this node's key ({self.identity.name}) may not publish in this run; "
-                "join as --role worker, or "
-                "import the learner's key"
-            )
+        role = resolve_role(self.config.role, spec, self.identity)
         self.config = with_overrides(self.config, {"role": role})
         configured = self.config.model or (self.config.run.model if self.config.run else None)
         model_path = await trio.to_thread.run_sync(find_model, spec, configured, self.directory)
@@ -258,7 +248,7 @@ class Node:
         return api
 
     def _print_welcome(self, api: ApiServer | None) -> None:
-        log.info("node %s (%s) in run %s", self.name, self.config.role, self.spec.name)
+        log.info("node %s (%s) in run %s", self.name, self.role, self.spec.name)
         if api is not None:
             log.info("page: %s", api.page_url.partition("?")[0])
         invite = self.invite_text()
@@ -274,6 +264,11 @@ class Node:
     def name(self) -> str:
         """What others see this node as."""
         return self.config.name or self.identity.name
+
+    @property
+    def role(self) -> Role:
+        """This node's role; before the run is known, the one that most have."""
+        return self.config.role or "worker"
 
     @property
     def roles(self) -> Roles | None:
@@ -325,7 +320,7 @@ class Node:
     def _hello(self) -> Hello:
         return Hello(
             name=self.name,
-            role=self.config.role,
+            role=self.role,
             software=f"swarmnode/{__version__}",
             addresses=self.transport.addresses[:MAX_ADDRESSES],
             policies=self._progress(),

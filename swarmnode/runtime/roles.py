@@ -385,7 +385,7 @@ def _finite(value: float | None) -> float | None:
 def build_roles(node: "Node") -> Roles:
     """The parts that the node's role and its run's preset call for."""
     roles = Roles(node)
-    role = node.config.role
+    role = node.role
     policy = node.spec.learners[0] if node.spec.learners else bytes(node.identity.key)
     if role == "learner":
         roles.add_learner()

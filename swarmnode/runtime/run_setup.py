@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from protocol import limits
 from protocol.envelope import open_envelope, seal
 from protocol.identity import Identity
-from protocol.messages import SamplingContract
+from protocol.messages import Role, SamplingContract
 from protocol.refusals import RefusalReason, Refused
 from protocol.run_spec import BaseModelRef, RunSpec
 from protocol.tasks import TaskSpec
@@ -117,6 +117,24 @@ def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) 
         if path.is_dir() and assets_match(path, model.assets, model.chunk_size):
             return path
     return None
+
+
+def resolve_role(configured: Role | None, spec: RunSpec, identity: Identity) -> Role:
+    """The role that a node takes in a run. Raises `ConfigError` for one that could do nothing there."""
+    if spec.preset == "swarm":
+        if configured not in (None, "peer", "relay"):
+            raise ConfigError(
+                f"role {configured!r}: in preset 'swarm' every node trains its own policy; "
+                "join as --role peer or relay"
+            )
+        return configured or "peer"
+    trains = configured in ("learner", "peer")
+    if trains and (configured == "peer" or not spec.may_publish(identity.key)):
+        raise ConfigError(
+            f"role {configured!r}: this node's key ({identity.name}) does not train in this fleet; "
+            "join as --role worker or relay, or import the learner's key and run as learner"
+        )
+    return configured or "worker"
 
 
 def vocabulary_size(model_path: Path) -> int:

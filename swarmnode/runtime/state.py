@@ -63,7 +63,7 @@ class StateBuilder:
             "node": {
                 "name": node.name,
                 "key": node.identity.key.hex(),
-                "role": node.config.role,
+                "role": node.role,
                 "data_dir": str(node.directory.root),
                 "uptime_s": trio.current_time() - self._started,
                 "software": f"swarmnode {__version__}",
@@ -143,7 +143,7 @@ class StateBuilder:
         return {
             "key": node.identity.key.hex(),
             "name": node.name,
-            "role": node.config.role,
+            "role": node.role,
             "self": True,
             "state": "live",
             "last_seen_s": 0.0,
@@ -227,7 +227,7 @@ class StateBuilder:
     def _accepted_of(self, key: bytes, claimed: int) -> int:
         """A learner goes by its own ledger; others by what the node says."""
         roles = self._node.roles
-        if roles is not None and roles.learner is not None and self._node.config.role == "learner":
+        if roles is not None and roles.learner is not None and self._node.role == "learner":
             return int(self._stored["by_sender"].get(key, 0))
         return claimed
 

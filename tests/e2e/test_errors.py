@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from live_swarm import run_cli
 
+from peers.base import PeerId
+from peers.libp2p_address import peer_id_to_text
+from protocol.identity import Identity
+from protocol.invite import Invite, format_invite
 from swarmnode.data_directory import DataDirectory
 
 pytestmark = pytest.mark.e2e
@@ -97,14 +101,14 @@ def test_page_beyond_loopback_needs_a_token(node: Path) -> None:
     fails("run", "--data", str(node), "--api-host", "0.0.0.0", "--api-port", "0", saying="needs a token")
 
 
-def test_unreachable_seed(tmp_path: Path) -> None:
-    from peers.base import PeerId
-    from peers.libp2p_address import peer_id_to_text
-    from protocol.identity import Identity
-    from protocol.invite import Invite, format_invite
+def invite_to_nobody() -> str:
+    """An invite whose only seed is a closed port of this machine."""
+    nobody = peer_id_to_text(PeerId(Identity.generate().key))
+    return format_invite(Invite(run_id=b"r" * 32, seeds=[f"/ip4/127.0.0.1/tcp/9/p2p/{nobody}"]))
 
-    somebody = peer_id_to_text(PeerId(Identity.generate().key))
-    invite = format_invite(Invite(run_id=b"r" * 32, seeds=[f"/ip4/127.0.0.1/tcp/9/p2p/{somebody}"]))
+
+def test_unreachable_seed(tmp_path: Path) -> None:
+    invite = invite_to_nobody()
     line = fails(
         "join", invite, "--data", str(tmp_path / "n"), "--timeout", "3", saying="/ip4/127.0.0.1/tcp/9"
     )
@@ -173,6 +177,30 @@ def test_corrupt_checkpoint(node: Path) -> None:
     for name in ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"):
         (folder / name).write_bytes(b"rubbish")
     fails("run", "--data", str(node), "--api-port", "0", saying=str(folder.parent), timeout_s=90)
+
+
+def test_a_role_that_could_do_nothing_in_its_run(node: Path) -> None:
+    text = (node / "run.toml").read_text()
+    (node / "run.toml").write_text(text.replace('role = "learner"', 'role = "peer"'))
+    fails(
+        "run", "--data", str(node), "--api-port", "0", saying="does not train in this fleet; join as --role"
+    )
+
+
+def test_a_token_from_the_environment_is_not_written_down(tmp_path: Path) -> None:
+    invite = invite_to_nobody()
+    token = "a-token-that-nobody-guesses"
+    fails(
+        "join",
+        invite,
+        "--data",
+        str(tmp_path / "n"),
+        "--timeout",
+        "1",
+        saying="could not reach the run",
+        SWARMNODE_API_TOKEN=token,
+    )
+    assert token not in (tmp_path / "n" / "run.toml").read_text()
 
 
 def test_presets_and_modes_are_named_in_the_error(tmp_path: Path) -> None:
