@@ -7,6 +7,8 @@ from typing import NewType, Protocol
 
 import trio
 
+from protocol.limits import MAX_ANNOUNCEMENT_BYTES
+
 PeerId = NewType("PeerId", bytes)
 """A peer's raw 32-byte Ed25519 public key, proven by the transport's handshake."""
 
@@ -45,6 +47,17 @@ class PeerEvent:
 
     peer: PeerId
     connected: bool
+
+
+NOT_RUNNING = "the transport is not running: use it inside 'async with transport.running()'"
+
+
+def refuse_large_announcement(data: bytes) -> None:
+    """Raise `TransportError` for a payload that no receiver would take."""
+    if len(data) > MAX_ANNOUNCEMENT_BYTES:
+        raise TransportError(
+            f"an announcement has at most {MAX_ANNOUNCEMENT_BYTES:,} bytes, this one {len(data):,}"
+        )
 
 
 class Transport(Protocol):

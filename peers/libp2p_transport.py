@@ -20,6 +20,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 
 from peers.base import (
+    NOT_RUNNING,
     GossipMessage,
     Handler,
     PeerEvent,
@@ -27,6 +28,7 @@ from peers.base import (
     PeerUnreachable,
     RequestTimeout,
     TransportError,
+    refuse_large_announcement,
 )
 from peers.drop_oldest import DropOldestBroadcast
 from peers.libp2p_address import (
@@ -43,7 +45,6 @@ from peers.libp2p_engine import Engine
 from peers.libp2p_streams import RequestServer, ask
 from peers.supervisor import Crash, supervise
 from protocol.identity import Identity
-from protocol.limits import MAX_ANNOUNCEMENT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +258,7 @@ class Libp2pTransport:
 
     async def publish(self, topic: str, data: bytes) -> None:
         engine = self._running_engine()
-        if len(data) > MAX_ANNOUNCEMENT_BYTES:
-            raise TransportError(
-                f"an announcement has at most {MAX_ANNOUNCEMENT_BYTES:,} bytes, this one {len(data):,}"
-            )
+        refuse_large_announcement(data)
         await engine.pubsub.publish(topic, data)
 
     def events(self) -> trio.MemoryReceiveChannel[PeerEvent]:
@@ -270,9 +268,7 @@ class Libp2pTransport:
 
     def _running_engine(self) -> Engine:
         if self._nursery is None:
-            raise TransportError(
-                "the transport is not running: use it inside 'async with transport.running()'"
-            )
+            raise TransportError(NOT_RUNNING)
         if self._engine is None:
             raise TransportError("the network services are being restarted; try again in a moment")
         return self._engine

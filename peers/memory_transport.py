@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from peers.base import (
+    NOT_RUNNING,
     GossipMessage,
     Handler,
     PeerEvent,
@@ -22,13 +23,13 @@ from peers.base import (
     RequestTimeout,
     ResponseTooLarge,
     TransportError,
+    refuse_large_announcement,
 )
 from peers.drop_oldest import DropOldestBroadcast
 from peers.libp2p_address import peer_id_to_text, split_peer_id
 from peers.memory_link import Link, Links
 from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
 from protocol.identity import Identity
-from protocol.limits import MAX_ANNOUNCEMENT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -301,10 +302,7 @@ class MemoryTransport:
     async def publish(self, topic: str, data: bytes) -> None:
         self._require_running()
         await trio.lowlevel.checkpoint()
-        if len(data) > MAX_ANNOUNCEMENT_BYTES:
-            raise TransportError(
-                f"an announcement has at most {MAX_ANNOUNCEMENT_BYTES:,} bytes, this one {len(data):,}"
-            )
+        refuse_large_announcement(data)
         self._published += 1
         message_id = (self._peer_id, self._published)
         self._remember(message_id)
@@ -317,9 +315,7 @@ class MemoryTransport:
 
     def _require_running(self) -> None:
         if self._nursery is None:
-            raise TransportError(
-                "the transport is not running: use it inside 'async with transport.running()'"
-            )
+            raise TransportError(NOT_RUNNING)
 
     def _start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
         if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
