@@ -1,7 +1,8 @@
-"""Cutting files into content-addressed chunks, and the hash of a set of tensors."""
+"""Cutting files into content-addressed chunks, and naming a file by them."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from protocol.encoding import encode
@@ -20,9 +21,13 @@ def chunk_ranges(size_bytes: int, chunk_size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + chunk_size, size_bytes)
 
 
-def chunk_hashes(data: Buffer, chunk_size: int) -> list[bytes]:
+def chunk_hashes(data: Buffer, chunk_size: int, threads: int = 1) -> list[bytes]:
     """SHA-256 of each chunk of `data`."""
-    return [hashlib.sha256(data[start:end]).digest() for start, end in chunk_ranges(len(data), chunk_size)]
+    ranges = chunk_ranges(len(data), chunk_size)
+    if threads == 1:
+        return [hashlib.sha256(data[start:end]).digest() for start, end in ranges]
+    with ThreadPoolExecutor(threads, "hash") as pool:
+        return list(pool.map(lambda span: hashlib.sha256(data[span[0] : span[1]]).digest(), ranges))
 
 
 def chunk_hash(chunk: bytes | memoryview) -> bytes:
@@ -30,13 +35,9 @@ def chunk_hash(chunk: bytes | memoryview) -> bytes:
     return hashlib.sha256(chunk).digest()
 
 
-def state_hash(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes | memoryview]]) -> bytes:
-    """Hash of tensors given as (name, dtype, shape, raw little-endian bytes), in any order, from any files.
+def state_hash(size_bytes: int, chunk_size: int, chunks: Sequence[bytes]) -> bytes:
+    """The name of a file: a hash over its size, its chunk size and the hashes of its chunks.
 
-    SHA-256 over the sorted list of (name, dtype, shape, SHA-256 of the bytes); dtype in safetensors' names
-    ("BF16").
+    Whoever has verified every chunk has verified the name, in one pass and in any order.
     """
-    entries = sorted(
-        [name, dtype, list(shape), hashlib.sha256(data).digest()] for name, dtype, shape, data in tensors
-    )
-    return hashlib.sha256(b"swarmnode/1 state\0" + encode(entries)).digest()
+    return hashlib.sha256(b"swarmnode/1 state\0" + encode([size_bytes, chunk_size, list(chunks)])).digest()

@@ -19,8 +19,13 @@ MAX_CHUNK_BYTES = 4 * 1024 * 1024
 DEFAULT_CHUNK_BYTES = 1024 * 1024
 
 MAX_CHUNKS = 120_000
-"""Chunks in one manifest (34 bytes each, so that it fits an envelope): 468 GiB of weights at the largest
-chunk size."""
+"""Chunks in one manifest, the delta's included (34 bytes each, so that it fits an envelope): 468 GiB of
+weights at the largest chunk size."""
+
+MAX_SAFETENSORS_HEADER_BYTES = 64 * 1024 * 1024
+
+MAX_DELTA_REGIONS = 65_536
+"""Times that the width of elements changes within one snapshot (a model in one precision: once)."""
 
 MAX_DEPTH = 12
 """Nesting of maps and lists in one message."""

@@ -9,6 +9,7 @@ from pydantic import FailFast, Field, model_validator
 
 from protocol import limits
 from protocol.base import Address, Counter, Digest, Finite, Key, Message, Name, Rate, ShortText, Version
+from protocol.chunks import state_hash
 from protocol.tasks import TaskRef
 
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKEN_ID)]
@@ -252,33 +253,67 @@ class Probe(Message):
         return self
 
 
+Chunks = Annotated[list[Digest], Field(min_length=1, max_length=limits.MAX_CHUNKS), FailFast()]
+ChunkSize = Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES)]
+
+
+def _check_chunk_count(size_bytes: int, chunk_size: int, chunks: list[bytes]) -> None:
+    expected = -(-size_bytes // chunk_size)
+    if len(chunks) != expected:
+        raise ValueError(f"{len(chunks)} chunks named, {expected} needed for {size_bytes} bytes")
+
+
+class Delta(Message):
+    """A file that turns the parent version's snapshot into another's (see `protocol.delta`)."""
+
+    max_values: ClassVar[int] = limits.MAX_VALUES
+
+    parent: Version
+    parent_state: Digest
+    """The state hash of the parent's snapshot: with another one the delta gives other weights."""
+    size_bytes: Annotated[int, Field(ge=1)]
+    chunk_size: ChunkSize
+    chunks: Chunks
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_chunk_count(self.size_bytes, self.chunk_size, self.chunks)
+        return self
+
+
 class Manifest(Message):
-    """The learner's signed description of one published version."""
+    """The learner's signed description of one published version: its snapshot always, and its delta if there
+    is one."""
 
     max_values: ClassVar[int] = limits.MAX_VALUES
 
     policy: Key
     version: Version
-    kind: Literal["snapshot", "delta"]
-    parent: Version | None = None
-    """The version a delta applies to."""
     size_bytes: Annotated[int, Field(ge=1)]
-    chunk_size: Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES)]
-    chunks: Annotated[list[Digest], Field(min_length=1, max_length=limits.MAX_CHUNKS), FailFast()]
-    state_hash: Digest
+    chunk_size: ChunkSize
+    chunks: Chunks
+    delta: Delta | None = None
     probe: Probe | None = None
+
+    @property
+    def state_hash(self) -> bytes:
+        """The name of the snapshot."""
+        return state_hash(self.size_bytes, self.chunk_size, self.chunks)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        expected = -(-self.size_bytes // self.chunk_size)
-        if len(self.chunks) != expected:
+        _check_chunk_count(self.size_bytes, self.chunk_size, self.chunks)
+        delta = self.delta
+        if delta is None:
+            return self
+        if delta.parent >= self.version:
+            raise ValueError(f"version {self.version} cannot apply to version {delta.parent}")
+        if delta.size_bytes >= self.size_bytes:
+            raise ValueError(f"a delta of {delta.size_bytes} bytes for a snapshot of {self.size_bytes}")
+        if len(self.chunks) + len(delta.chunks) > limits.MAX_CHUNKS:
             raise ValueError(
-                f"{len(self.chunks)} chunks named, {expected} needed for {self.size_bytes} bytes"
+                f"{len(self.chunks)} + {len(delta.chunks)} chunks named, the limit is {limits.MAX_CHUNKS}"
             )
-        if (self.kind == "delta") != (self.parent is not None):
-            raise ValueError("a delta names its parent and a snapshot has none")
-        if self.parent is not None and self.parent >= self.version:
-            raise ValueError(f"version {self.version} cannot apply to version {self.parent}")
         return self
 
 

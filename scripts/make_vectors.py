@@ -87,12 +87,16 @@ def example_messages() -> dict[str, Message]:
     manifest = messages.Manifest(
         policy=LEARNER.key,
         version=8,
-        kind="delta",
-        parent=7,
         size_bytes=1500,
         chunk_size=1024,
         chunks=[chunks.chunk_hash(bytes(1024)), chunks.chunk_hash(bytes(476))],
-        state_hash=b"\x22" * 32,
+        delta=messages.Delta(
+            parent=7,
+            parent_state=b"\x22" * 32,
+            size_bytes=700,
+            chunk_size=512,
+            chunks=[chunks.chunk_hash(b"\x02" * 512), chunks.chunk_hash(b"\x02" * 188)],
+        ),
         probe=messages.Probe(tokens=[1, 2, 3], logprobs=[-0.5, -2.0]),
     )
     address = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWExample"
@@ -261,24 +265,16 @@ def noise_vectors() -> Any:
 
 def chunk_vectors() -> Any:
     data = bytes(index * 7 % 256 for index in range(2500))
-    tensors = [
-        ("model.norm.weight", "BF16", (4,), bytes(range(8))),
-        ("lm_head.weight", "BF16", (2, 3), bytes(range(12))),
-        ("scale", "F32", (), bytes.fromhex("0000803f")),
-    ]
+    digests = chunks.chunk_hashes(data, 1024)
     return {
         "file": {
             "rule": "byte i is 7 i mod 256",
             "size_bytes": len(data),
             "chunk_size": 1024,
             "ranges": [list(span) for span in chunks.chunk_ranges(len(data), 1024)],
-            "chunks": [digest.hex() for digest in chunks.chunk_hashes(data, 1024)],
+            "chunks": [digest.hex() for digest in digests],
         },
-        "tensors": [
-            {"name": name, "dtype": dtype, "shape": list(shape), "data": raw.hex()}
-            for name, dtype, shape, raw in tensors
-        ],
-        "state_hash": chunks.state_hash(tensors).hex(),
+        "state_hash": chunks.state_hash(len(data), 1024, digests).hex(),
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from protocol.chunks import chunk_hashes, state_hash
@@ -22,20 +22,6 @@ from trainer.files import keep_newest, new_directory, read_json, version_directo
 
 WEIGHTS_NAME = "model.safetensors"
 RECORD_NAME = "publication.json"
-
-DTYPE_NAMES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As safetensors calls them."""
 
 
 class PublicationError(Exception):
@@ -52,16 +38,19 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Publication:
-    """One published version. `parent` is None: it stands alone."""
+    """One published version."""
 
     version: int
-    parent: int | None
     path: Path
     size_bytes: int
-    state_hash: bytes
     chunk_size: int
     chunks: list[bytes]
     probe: ProbeResult
+
+    @property
+    def state_hash(self) -> bytes:
+        """The name of the snapshot."""
+        return state_hash(self.size_bytes, self.chunk_size, self.chunks)
 
 
 def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,17 +63,10 @@ def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def hash_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """The state hash of CPU tensors."""
-    return state_hash(
-        (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), _raw(tensor))
-        for name, tensor in tensors.items()
-    )
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    raw: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return raw
+def hash_of(tensors: Mapping[str, Tensor], chunk_size: int) -> bytes:
+    """The state hash that the snapshot `tensors` would be published under."""
+    data = save(dict(tensors), metadata={"format": "pt"})
+    return state_hash(len(data), chunk_size, chunk_hashes(data, chunk_size))
 
 
 def publish(
@@ -103,10 +85,8 @@ def publish(
         save_file(dict(tensors), weights, metadata={"format": "pt"})
         publication = Publication(
             version=version,
-            parent=None,
             path=final / WEIGHTS_NAME,
             size_bytes=weights.stat().st_size,
-            state_hash=hash_of(tensors),
             chunk_size=chunk_size,
             chunks=_file_chunks(weights, chunk_size),
             probe=probe(),
@@ -123,10 +103,8 @@ def read_publication(directory: Path) -> Publication:
         record = read_json(directory / RECORD_NAME)
         publication = Publication(
             version=int(record["version"]),
-            parent=record["parent"],
             path=path,
             size_bytes=int(record["size_bytes"]),
-            state_hash=bytes.fromhex(record["state_hash"]),
             chunk_size=int(record["chunk_size"]),
             chunks=[bytes.fromhex(chunk) for chunk in record["chunks"]],
             probe=ProbeResult(record["probe"]["tokens"], record["probe"]["logprobs"]),
@@ -156,9 +134,7 @@ def _file_chunks(path: Path, chunk_size: int) -> list[bytes]:
 def _record(publication: Publication) -> dict[str, Any]:
     return {
         "version": publication.version,
-        "parent": publication.parent,
         "size_bytes": publication.size_bytes,
-        "state_hash": publication.state_hash.hex(),
         "chunk_size": publication.chunk_size,
         "chunks": [chunk.hex() for chunk in publication.chunks],
         "probe": {"tokens": publication.probe.tokens, "logprobs": publication.probe.logprobs},

@@ -121,4 +121,4 @@ class LearnerStore:
             return None
 
     def _state_hash(self) -> bytes:
-        return hash_of(snapshot(self._learner.policy.tensors()))
+        return hash_of(snapshot(self._learner.policy.tensors()), self._learner.spec.model.chunk_size)

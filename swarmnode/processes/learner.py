@@ -303,12 +303,12 @@ def publication_message(publication: Publication) -> dict[str, Any]:
     """A published version as the node is told of it."""
     return {
         "version": publication.version,
-        "parent": publication.parent,
         "path": str(publication.path),
         "size": publication.size_bytes,
         "state_hash": publication.state_hash,
         "chunk_size": publication.chunk_size,
         "chunks": publication.chunks,
+        "delta": None,
         "probe": {"tokens": publication.probe.tokens, "logprobs": publication.probe.logprobs},
     }
 

@@ -379,11 +379,9 @@ class LearnerRole:
         manifest = Manifest(
             policy=self.policy,
             version=version,
-            kind="snapshot",
             size_bytes=publication["size"],
             chunk_size=publication["chunk_size"],
             chunks=list(publication["chunks"]),
-            state_hash=publication["state_hash"],
             probe=None if publication["probe"] is None else Probe(**publication["probe"]),
         )
         encoded = seal(self._identity, self.run_id, "manifest", self._next_sequence(), manifest.encode())

@@ -118,6 +118,15 @@ def _delete_older(folder: Path, kept: set[int]) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def file_chunk_hashes(path: Path, chunk_size: int) -> list[bytes]:
+    """SHA-256 of each chunk of a file."""
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            return chunk_hashes(view, chunk_size)
+
+
 def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | None:
     """A manifest's probe as the rollout process wants it."""
     return None if probe is None else {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}

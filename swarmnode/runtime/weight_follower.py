@@ -17,8 +17,13 @@ from protocol.messages import Manifest, ManifestRequest, SignedReply
 from protocol.refusals import RefusalReason, Refused
 from protocol.run_spec import RunSpec
 from swarmnode.runtime.download import download_file
-from swarmnode.runtime.safetensors_file import BadSafetensors, file_state_hash
-from swarmnode.runtime.version_store import WEIGHTS_NAME, StoredVersion, VersionStore, version_directory
+from swarmnode.runtime.version_store import (
+    WEIGHTS_NAME,
+    StoredVersion,
+    VersionStore,
+    file_chunk_hashes,
+    version_directory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ class WeightFollower:
     """Keeps the newest version of one policy on disk.
 
     Promises: a version is handed over only when its manifest is signed by the policy's learner, every chunk
-    has its hash and the tensors have the state hash; versions only move forward; a failed download changes
+    has its hash; versions only move forward; a failed download changes
     nothing.
     """
 
@@ -75,7 +80,6 @@ class WeightFollower:
         self._on_refusal = on_refusal
         self._news = trio.Event()
         self._random = random.Random()
-        self._rejected: tuple[int, bytes] | None = None
 
     def heard_of(self, version: int) -> None:
         """Somebody says that `version` exists; it is believed only once its manifest is seen."""
@@ -112,22 +116,13 @@ class WeightFollower:
         held = self._versions.versions(self._policy)
         if held and manifest.version <= held[-1]:
             return
-        if self._rejected == (manifest.version, manifest.state_hash):
-            return
         directory = version_directory(self._policies_path, self._policy, manifest.version)
         path = directory / WEIGHTS_NAME
         if not await self._download(manifest, path):
             return
         if not await self._is_intact(path, manifest):
-            # Every chunk has its hash, so the learner itself says two things: nobody has a better file.
-            self._rejected = (manifest.version, manifest.state_hash)
             path.unlink(missing_ok=True)
-            self._on_refusal(
-                self._policy, RefusalReason.WRONG_HASH, f"version {manifest.version}: state hash differs"
-            )
-            self._on_event(
-                "error", f"version {manifest.version} does not have its state hash: discarded, the old stays"
-            )
+            self._on_event("error", f"version {manifest.version} was damaged on this disk: fetched anew")
             return
         stored = self._versions.add(manifest, envelope, path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
@@ -175,10 +170,11 @@ class WeightFollower:
 
     async def _is_intact(self, path: Path, manifest: Manifest) -> bool:
         try:
-            return await trio.to_thread.run_sync(file_state_hash, path) == manifest.state_hash
-        except (BadSafetensors, OSError) as error:
+            found = await trio.to_thread.run_sync(file_chunk_hashes, path, manifest.chunk_size)
+        except OSError as error:
             log.warning("%s: %s", path, error)
             return False
+        return found == manifest.chunks
 
     async def _newest_manifest(self) -> tuple[Manifest, Envelope] | None:
         best: tuple[Manifest, Envelope] | None = None
@@ -196,8 +192,6 @@ class WeightFollower:
                         RefusalReason.NOT_A_LEARNER, "a manifest not signed by the policy's learner"
                     )
                 manifest = Manifest.decode(envelope.body)
-                if manifest.kind != "snapshot":
-                    raise Refused(RefusalReason.MALFORMED, "this node can read whole snapshots only")
                 if manifest.policy != self._policy or not self._spec.may_publish(envelope.sender):
                     raise Refused(
                         RefusalReason.NOT_A_LEARNER, "a manifest of a policy that its signer does not train"

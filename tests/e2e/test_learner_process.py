@@ -226,7 +226,7 @@ def test_a_killed_learner_resumes_with_what_it_consumed_and_then_runs_to_its_end
     ready = node.expect("ready", version=0)
     assert ready["consumed"] == {}
     first = ready["publication"]
-    assert (first["version"], first["parent"]) == (0, None)
+    assert (first["version"], first["delta"]) == (0, None)
     assert os.path.getsize(first["path"]) == first["size"]
     node.expect("state", text="waiting for groups")
 

@@ -21,7 +21,6 @@ from protocol.identity import Identity
 from protocol.messages import Manifest
 from protocol.refusals import RefusalReason
 from protocol.run_spec import RunSpec
-from swarmnode.runtime.safetensors_file import file_state_hash
 from swarmnode.runtime.version_store import StoredVersion, VersionStore, version_directory
 from swarmnode.runtime.weight_follower import WeightFollower, serve_manifests
 from tests.swarm.small_swarm import SmallNode, connect, running, until
@@ -94,11 +93,9 @@ class WeightNode(SmallNode):
         fields: dict[str, Any] = {
             "policy": self.key,
             "version": version,
-            "kind": "snapshot",
             "size_bytes": path.stat().st_size,
             "chunk_size": CHUNK,
             "chunks": chunk_hashes(path.read_bytes(), CHUNK),
-            "state_hash": file_state_hash(path),
         }
         manifest = Manifest(**{**fields, **changes})
         stored = self.versions.add(manifest, self._sign(manifest, signer or self.identity), path)
@@ -187,55 +184,6 @@ async def test_three_liars_cannot_keep_the_one_honest_peer_from_being_asked(
     async with running(node, honest, *liars):
         await connect(node, honest, *liars)
         await until(lambda: node.loaded == [2])
-
-
-async def test_a_delta_is_not_taken_for_weights(scene: Scene, autojump_clock: trio.testing.MockClock) -> None:
-    scene.learner.publish(3, kind="delta", parent=2)
-    async with running(scene.learner, scene.node_a):
-        await connect(scene.node_a, scene.learner)
-        await trio.sleep(30)
-    assert scene.node_a.loaded == []
-    assert (scene.learner.peer, RefusalReason.MALFORMED) in scene.node_a.refusals
-
-
-async def test_a_wrong_state_hash_is_discarded_once_and_the_old_version_stays(
-    scene: Scene, autojump_clock: trio.testing.MockClock
-) -> None:
-    learner, node = scene.learner, scene.node_a
-    learner.publish(1)
-    async with running(learner, node):
-        await connect(node, learner)
-        await until(lambda: node.loaded == [1])
-        learner.publish(2, state_hash=b"x" * 32)
-        await trio.sleep(60)
-        assert node.loaded == [1] and not node.file(learner.key, 2).exists()
-        assert node.refusals == [(learner.peer, RefusalReason.WRONG_HASH)], "not fetched again and again"
-        assert node.versions.versions(learner.key) == [1]
-        learner.publish(3)
-        await until(lambda: node.loaded == [1, 3])
-
-
-async def test_a_file_that_is_no_safetensors_file_is_discarded(
-    scene: Scene, autojump_clock: trio.testing.MockClock
-) -> None:
-    contents = [b"short", b"\xff" * 100, struct.pack("<Q", 2) + b"[]" + b"x" * 50]
-    contents.append(struct.pack("<Q", 20_000) + b"[" * 20_000)
-    learner, node = scene.learner, scene.node_a
-    good = weights(0)
-    async with running(learner, node):
-        await connect(node, learner)
-        for version, content in enumerate(contents, start=1):
-            path = version_directory(learner.policies, learner.key, 100) / "good"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(good)
-            fields = {"chunks": chunk_hashes(content, CHUNK), "size_bytes": len(content)}
-            learner.publish(version, good, **{**fields, "state_hash": b"s" * 32})
-            stored = learner.versions.get(learner.key, version)
-            assert stored is not None
-            stored.weights_path.write_bytes(content)
-            await trio.sleep(20)
-    assert node.loaded == []
-    assert node.refusals == [(learner.peer, RefusalReason.WRONG_HASH)] * len(contents)
 
 
 async def test_a_download_goes_on_at_another_provider_when_one_dies(

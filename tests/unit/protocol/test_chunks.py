@@ -1,23 +1,16 @@
-"""Chunks cover a file exactly once, and a state's hash depends on its tensors and nothing else."""
+"""Chunks cover a file exactly once, and a file's name depends on all that makes it."""
 
 import hashlib
 import mmap
 import random
 from pathlib import Path
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol import limits
 from protocol.chunks import chunk_hash, chunk_hashes, chunk_ranges, state_hash
-
-Tensor = tuple[str, str, tuple[int, ...], bytes]
-TENSORS: list[Tensor] = [
-    ("b", "BF16", (2, 1), b"\x01\x02\x03\x04"),
-    ("a", "F32", (), b"\x00\x00\x80\x3f"),
-    ("c", "BF16", (0,), b""),
-]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +40,7 @@ def test_chunks_put_together_are_the_file(data: bytes, chunk_size: int) -> None:
     pieces = [data[at : at + chunk_size] for at in range(0, len(data), chunk_size)]
     assert chunk_hashes(data, chunk_size) == [hashlib.sha256(piece).digest() for piece in pieces]
     assert chunk_hashes(memoryview(data), chunk_size) == [chunk_hash(piece) for piece in pieces]
+    assert chunk_hashes(data, chunk_size, threads=2) == chunk_hashes(data, chunk_size)
 
 
 def test_a_mapped_file_is_cut_like_its_bytes(tmp_path: Path) -> None:
@@ -58,46 +52,27 @@ def test_a_mapped_file_is_cut_like_its_bytes(tmp_path: Path) -> None:
 
 
 def test_the_state_hash_by_an_independent_derivation() -> None:
-    listed = [
-        [name, dtype, list(shape), hashlib.sha256(data).digest()] for name, dtype, shape, data in TENSORS
-    ]
-    expected = hashlib.sha256(b"swarmnode/1 state\0" + msgpack.packb([listed[1], listed[0], listed[2]]))
-    assert state_hash(TENSORS) == expected.digest()
-
-
-@given(st.permutations(TENSORS), st.integers(0, 3))
-def test_the_state_hash_ignores_order_and_which_file_a_tensor_is_in(order: list[Tensor], cut: int) -> None:
-    files = (iter(order[:cut]), iter([(n, d, s, memoryview(data)) for n, d, s, data in order[cut:]]))
-    assert state_hash(tensor for file in files for tensor in file) == state_hash(TENSORS)
+    # A list of three: 1500 as a 16-bit integer, 1024 likewise, two byte strings of 32.
+    listed = "93" + "cd05dc" + "cd0400" + "92" + "c420" + "aa" * 32 + "c420" + "bb" * 32
+    expected = hashlib.sha256(b"swarmnode/1 state\0" + bytes.fromhex(listed)).digest()
+    assert state_hash(1500, 1024, [b"\xaa" * 32, b"\xbb" * 32]) == expected
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        ("x", "BF16", (2, 1), b"\x01\x02\x03\x04"),
-        ("b", "F16", (2, 1), b"\x01\x02\x03\x04"),
-        ("b", "BF16", (1, 2), b"\x01\x02\x03\x04"),
-        ("b", "BF16", (2,), b"\x01\x02\x03\x04"),
-        ("b", "BF16", (2, 1), b"\x01\x02\x03\x05"),
+        (1501, 1024, [b"a" * 32, b"b" * 32]),
+        (1500, 1025, [b"a" * 32, b"b" * 32]),
+        (1500, 1024, [b"b" * 32, b"a" * 32]),
+        (1500, 1024, [b"a" * 32, b"c" * 32]),
     ],
-    ids=["name", "dtype", "shape", "rank", "data"],
+    ids=["size", "chunk size", "order", "hash"],
 )
-def test_the_state_hash_depends_on_everything_a_tensor_is(changed: Tensor) -> None:
-    assert state_hash([changed, *TENSORS[1:]]) != state_hash(TENSORS)
-    assert state_hash(TENSORS[1:]) != state_hash(TENSORS)
+def test_the_state_hash_depends_on_everything_that_makes_a_file(
+    changed: tuple[int, int, list[bytes]],
+) -> None:
+    assert state_hash(*changed) != state_hash(1500, 1024, [b"a" * 32, b"b" * 32])
 
 
-def test_names_are_ordered_by_code_point() -> None:
-    tensors: list[Tensor] = [
-        ("é", "F32", (), b""),
-        ("z", "F32", (), b""),
-        ("Z", "F32", (), b""),
-        ("a.10", "F32", (), b""),
-    ]
-    listed = [[name, "F32", [], hashlib.sha256(b"").digest()] for name in ("Z", "a.10", "z", "é")]
-    assert state_hash(tensors) == hashlib.sha256(b"swarmnode/1 state\0" + msgpack.packb(listed)).digest()
-
-
-def test_a_model_of_many_tensors_has_a_hash() -> None:
-    many: list[Tensor] = [(f"layer.{index}", "BF16", (1,), b"\0\0") for index in range(30_000)]
-    assert len(state_hash(many)) == 32
+def test_the_largest_snapshot_has_a_hash() -> None:
+    assert len(state_hash(2**39, 2**22, [b"c" * 32] * limits.MAX_CHUNKS)) == 32

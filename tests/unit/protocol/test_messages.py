@@ -31,6 +31,7 @@ from protocol.run_spec import RunSpec
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "messages.json"
 EXAMPLES = {entry["kind"]: bytes.fromhex(entry["body"]) for entry in json.loads(VECTORS.read_text("utf-8"))}
+DELTA = decode(EXAMPLES["manifest"])["delta"]
 CLASSES: dict[str, type[Message]] = {**KINDS, "run_spec": RunSpec}
 
 SCALARS = (
@@ -158,10 +159,14 @@ def test_size_is_checked_first(kind: str) -> None:
         ("manifest", {"size_bytes": 0}),
         ("manifest", {"size_bytes": 1}),  # one chunk would do
         ("manifest", {"size_bytes": 2**63}),
-        ("manifest", {"kind": "snapshot"}),  # but it names a parent
-        ("manifest", {"parent": None}),
-        ("manifest", {"parent": 8}),  # its own parent
-        ("manifest", {"parent": 9}),
+        ("manifest", {"version": 7}),  # the delta's parent
+        ("manifest", {"version": 6}),
+        ("manifest", {"size_bytes": 700, "chunks": [b"c" * 32]}),  # the delta is no smaller
+        ("manifest", {"delta": DELTA | {"size_bytes": 1025}}),
+        ("manifest", {"delta": DELTA | {"chunks": []}}),
+        ("manifest", {"delta": DELTA | {"chunk_size": limits.MAX_CHUNK_BYTES + 1}}),
+        ("manifest", {"delta": DELTA | {"parent_state": b"x" * 31}}),
+        ("manifest", {"delta": DELTA | {"chunk_size": 1}}),
         ("manifest", {"probe": {"tokens": [1, -1], "logprobs": [-0.5]}}),
         ("manifest", {"probe": {"tokens": [1, 2**31], "logprobs": [-0.5]}}),
         ("manifest", {"probe": {"tokens": [1, 2], "logprobs": [-0.5, -0.5]}}),
@@ -243,15 +248,26 @@ def test_the_largest_manifest_fits_an_envelope_with_room_to_spare() -> None:
     manifest = Manifest(
         policy=b"p" * 32,
         version=2**40,
-        kind="snapshot",
         size_bytes=limits.MAX_CHUNKS * limits.MAX_CHUNK_BYTES,
         chunk_size=limits.MAX_CHUNK_BYTES,
         chunks=[b"c" * 32] * limits.MAX_CHUNKS,
-        state_hash=b"s" * 32,
         probe=Probe(tokens=[2**31 - 1] * 64, logprobs=[-1.0] * 63),
     )
     assert len(manifest.encode()) < limits.MAX_ENVELOPE_BYTES - 100_000
     assert Manifest.decode(manifest.encode()) == manifest
+
+
+def test_a_delta_cannot_take_a_manifest_beyond_the_limit_on_chunks() -> None:
+    fields = {**Manifest.decode(EXAMPLES["manifest"]).model_dump(), "chunk_size": 1}
+    half = limits.MAX_CHUNKS // 2
+    fields |= {"size_bytes": half + 1, "chunks": [b"c" * 32] * (half + 1)}
+    delta = DELTA | {"chunk_size": 1}
+    good = Manifest(
+        **fields | {"delta": delta | {"size_bytes": half - 1, "chunks": [b"d" * 32] * (half - 1)}}
+    )
+    assert Manifest.decode(good.encode()) == good and len(good.encode()) < limits.MAX_ENVELOPE_BYTES
+    with pytest.raises(ValueError, match="the limit is 120000"):
+        Manifest(**fields | {"delta": delta | {"size_bytes": half, "chunks": [b"d" * 32] * half}})
 
 
 def test_the_most_fragmented_group_has_few_enough_values() -> None:

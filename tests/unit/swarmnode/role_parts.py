@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from protocol.chunks import state_hash
 from protocol.envelope import Envelope, open_envelope, seal
 from protocol.identity import Identity
 from protocol.messages import Completion, RolloutGroup, SamplingContract, group_id
@@ -181,12 +182,12 @@ class LearnerParts:
         path.write_bytes(b"weights %d" % version)
         return {
             "version": version,
-            "parent": None,
             "path": str(path),
             "size": path.stat().st_size,
-            "state_hash": version.to_bytes(32, "big"),
+            "state_hash": state_hash(path.stat().st_size, 1024, [b"%032d" % version]),
             "chunk_size": 1024,
-            "chunks": [b"c" * 32],
+            "chunks": [b"%032d" % version],
+            "delta": None,
             "probe": None,
         }
 
