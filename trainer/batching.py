@@ -1,9 +1,9 @@
-"""Micro-batches: which completions go through the model together, within a budget of padded tokens.
+"""Micro-batches: which completions go through the model together, within a budget of computed tokens.
 
 A group's completions share their prompt, so a micro-batch holds each prompt once and says which rows continue
-it. Groups are sorted by length, so that little is padding; everything is padded on the right. A group that
-exceeds the budget alone is cut into several (its prompt then goes through once for each); one completion is
-never cut.
+it. Its tensors are padded on the right for the loss; the model is given them packed (`trainer.packing`). A
+group that exceeds the budget alone is cut into several (its prompt then goes through once for each); one
+completion is never cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,16 +60,21 @@ class MicroBatch:
 def plan_micro_batches(
     groups: Sequence[PromptRows], token_budget: int, *, share_prompts: bool
 ) -> Iterator[list[PromptRows]]:
-    """Split groups into micro-batches of at most `token_budget` padded tokens (more only for a single
+    """Split groups into micro-batches of at most `token_budget` computed tokens (more only for a single
     completion).
 
-    `share_prompts` says whether the model will see each prompt once or once per completion.
+    `share_prompts` says whether the model will see each prompt once, packed without padding, or once per
+    completion, padded to the longest. Packed, only the sum counts: the largest pieces come first and each
+    goes where it still fits. Padded, neighbours are of like length.
     """
     pieces = [piece for group in groups for piece in _cut(group, token_budget, share_prompts)]
+    if share_prompts:
+        yield from _first_fit(pieces, token_budget)
+        return
     pieces.sort(key=lambda piece: (len(piece.prompt_ids), piece.longest_row))
     current: list[PromptRows] = []
     for piece in pieces:
-        if current and padded_tokens([*current, piece], share_prompts=share_prompts) > token_budget:
+        if current and computed_tokens([*current, piece], share_prompts=False) > token_budget:
             yield current
             current = []
         current.append(piece)
@@ -77,22 +82,40 @@ def plan_micro_batches(
         yield current
 
 
-def padded_tokens(groups: Sequence[PromptRows], *, share_prompts: bool) -> int:
+def computed_tokens(groups: Sequence[PromptRows], *, share_prompts: bool) -> int:
     """Tokens that the model computes for these groups in one micro-batch, padding included."""
+    if share_prompts:
+        # A completion's last token predicts nothing and is not computed.
+        return sum(
+            len(group.prompt_ids) + sum(len(row.token_ids) - 1 for row in group.rows) for group in groups
+        )
     longest_prompt = max(len(group.prompt_ids) for group in groups)
     longest_row = max(group.longest_row for group in groups)
-    rows = sum(len(group.rows) for group in groups)
-    if share_prompts:
-        return len(groups) * longest_prompt + rows * longest_row
-    return rows * (longest_prompt + longest_row)
+    return sum(len(group.rows) for group in groups) * (longest_prompt + longest_row)
+
+
+def _first_fit(pieces: list[PromptRows], token_budget: int) -> list[list[PromptRows]]:
+    sized = [(computed_tokens([piece], share_prompts=True), piece) for piece in pieces]
+    sized.sort(key=lambda pair: -pair[0])
+    bins: list[list[PromptRows]] = []
+    room: list[int] = []
+    for size, piece in sized:
+        place = next((index for index, left in enumerate(room) if size <= left), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(token_budget)
+        bins[place].append(piece)
+        room[place] -= size
+    return bins
 
 
 def _cut(group: PromptRows, token_budget: int, share_prompts: bool) -> Iterator[PromptRows]:
+    # Of like length together: less padding, and equal lengths are computed at once.
     rows = sorted(group.rows, key=lambda row: len(row.token_ids))
     taken: list[TrainingRow] = []
     for row in rows:
         larger = PromptRows(group.prompt_ids, (*taken, row))
-        if taken and padded_tokens([larger], share_prompts=share_prompts) > token_budget:
+        if taken and computed_tokens([larger], share_prompts=share_prompts) > token_budget:
             yield PromptRows(group.prompt_ids, tuple(taken))
             taken = []
         taken.append(row)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.batching import MicroBatch
-from trainer.forward import forward_rows
-from trainer.shared_prompts import can_share_prompts, forward_shared_prompts, shared_prompts_work
-
-ENTROPY_ROWS = 1024
-"""Positions whose full distribution is held at once to measure entropy."""
+from trainer.forward import row_logits, row_predictions
+from trainer.head import chosen_logprobs
+from trainer.model_checks import known_head, share_prompts_if_exact
+from trainer.shared_prompts import can_share_prompts, packed_predictions
 
 
 class PolicyLoadError(Exception):
@@ -40,23 +40,41 @@ class Policy:
     completions."""
 
     def __init__(
-        self, model: PreTrainedModel, *, autocast: bool = False, share_prompts: bool | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        autocast: bool = False,
+        share_prompts: bool | None = None,
+        fp32_head: bool = True,
+        checkpoint_layers: bool = False,
     ) -> None:
+        """`autocast`: compute in bfloat16, but for the last layer when `fp32_head`. `checkpoint_layers`: keep
+        only the layers' inputs for the backward pass and compute the rest again. `share_prompts`: None means
+        whether the model allows it."""
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self._autocast = autocast
-        self.share_prompts = shared_prompts_work(model) if share_prompts is None else share_prompts
+        self._head = known_head(model, autocast=autocast)
+        self._head_dtype = torch.float32 if fp32_head or not autocast else torch.bfloat16
+        exact = share_prompts is not False and share_prompts_if_exact(model, self._head, autocast=autocast)
+        self.share_prompts = exact
+        if checkpoint_layers:
+            checkpoint_decoder_layers(model)
 
     def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Log-probs [B, T] of the completion tokens under softmax(logits / temperature), in float32."""
-        shared = self.share_prompts and can_share_prompts(self.model.config, batch)
-        forward = forward_shared_prompts if shared else forward_rows
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            logits_BTV = forward(self.model, batch)
-        logits_BTV = logits_BTV.float() / temperature
-        normalizer_BT = logits_BTV.logsumexp(-1)
-        chosen_BT = logits_BTV.gather(-1, batch.completion_ids_BT[..., None]).squeeze(-1)
-        return TokenLogprobs(chosen_BT - normalizer_BT, _entropy(logits_BTV, normalizer_BT))
+            if self._head is None:
+                logits_BTV = row_logits(self.model, batch).float() / temperature
+                return _from_logits(logits_BTV, batch.completion_ids_BT)
+            shared = self.share_prompts and can_share_prompts(self.model.config, batch)
+            found = (packed_predictions if shared else row_predictions)(self.model, batch)
+        logprobs_M, entropy_M = chosen_logprobs(found, self._head, temperature, self._head_dtype)
+        flat = torch.zeros(batch.mask_BT.numel(), device=self.device)
+        return TokenLogprobs(
+            flat.index_copy(0, found.places_M, logprobs_M).view_as(batch.mask_BT),
+            flat.index_copy(0, found.places_M, entropy_M).view_as(batch.mask_BT),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The live weights and buffers by name; of tensors that share memory (tied embeddings) only the
@@ -159,18 +177,27 @@ def load_policy(model_dir: Path | str, *, device: str = "cpu", dtype: str = "flo
     return Policy(model, autocast=dtype == "bfloat16")
 
 
-def _entropy(logits_BTV: Tensor, normalizer_BT: Tensor) -> Tensor:
-    """−Σ p log p per position, a bounded number of positions at a time."""
+def _from_logits(logits_BTV: Tensor, ids_BT: Tensor) -> TokenLogprobs:
+    logprobs_BTV = logits_BTV.log_softmax(-1)
     with torch.no_grad():
-        logits_NV, normalizer_N = logits_BTV.detach().flatten(0, 1), normalizer_BT.detach().flatten()
-        parts = []
-        for start in range(0, len(logits_NV), ENTROPY_ROWS):
-            logits, normalizer = (
-                logits_NV[start : start + ENTROPY_ROWS],
-                normalizer_N[start : start + ENTROPY_ROWS],
-            )
-            parts.append(normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1))
-        return torch.cat(parts).view(normalizer_BT.shape)
+        entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+    return TokenLogprobs(logprobs_BTV.gather(-1, ids_BT[..., None])[..., 0], entropy_BT)
+
+
+def checkpoint_decoder_layers(model: PreTrainedModel) -> None:
+    """Keep only what goes into each decoder layer. Raises `PolicyLoadError`.
+
+    Dropout stays off: the layers themselves are in training mode, which is where transformers looks, but not
+    what is in them.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise PolicyLoadError(
+            f"{type(model).__name__} cannot checkpoint its layers: set learner.gradient_checkpointing = false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
 
 
 def _one_line(error: BaseException) -> str:

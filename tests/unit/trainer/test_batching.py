@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.batching import PromptRows, TrainingRow, collate, padded_tokens, plan_micro_batches
+from trainer.batching import PromptRows, TrainingRow, collate, computed_tokens, plan_micro_batches
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 30), st.lists(st.integers(1, 12), min_size=1, max_size=6)), max_size=8
@@ -35,7 +35,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
     seen: list[tuple[int, int]] = []
     for part in plan_micro_batches(groups, budget, share_prompts=share):
         rows = sum(len(piece.rows) for piece in part)
-        assert padded_tokens(part, share_prompts=share) <= budget or rows == 1
+        assert computed_tokens(part, share_prompts=share) <= budget or rows == 1
         seen += [(len(piece.prompt_ids), int(row.advantage)) for piece in part for row in piece.rows]
     expected = [(len(group.prompt_ids), int(row.advantage)) for group in groups for row in group.rows]
     assert sorted(seen) == sorted(expected)
@@ -43,10 +43,17 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
 
 def test_a_budget_that_is_large_enough_gives_one_micro_batch() -> None:
     groups = rows_of([(10, [3, 4]), (5, [1])])
-    assert padded_tokens(groups, share_prompts=True) == 2 * 10 + 3 * 4
-    assert padded_tokens(groups, share_prompts=False) == 3 * (10 + 4)
-    assert len(list(plan_micro_batches(groups, 32, share_prompts=True))) == 1
-    assert len(list(plan_micro_batches(groups, 31, share_prompts=True))) == 2
+    # Packed: every prompt once, and of each completion all but the last token.
+    assert computed_tokens(groups, share_prompts=True) == 10 + (3 - 1) + (4 - 1) + 5 + (1 - 1)
+    assert computed_tokens(groups, share_prompts=False) == 3 * (10 + 4)
+    for budget, share, count in ((20, True, 1), (19, True, 2), (42, False, 1), (41, False, 2)):
+        assert len(list(plan_micro_batches(groups, budget, share_prompts=share))) == count
+
+
+def test_packed_pieces_fill_what_others_leave() -> None:
+    groups = rows_of([(6, [1]), (5, [1]), (4, [1]), (3, [1])])
+    parts = plan_micro_batches(groups, 9, share_prompts=True)
+    assert [[len(piece.prompt_ids) for piece in part] for part in parts] == [[6, 3], [5, 4]]
 
 
 def test_collating_pads_on_the_right_and_keeps_what_belongs_together() -> None:

@@ -1,12 +1,26 @@
 """Log-probs of completions: equal to the definition, however prompts are shared, padded and batched."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+)
 
 from tests.unit.trainer.factory import VOCABULARY, save_model, tiny_model
 from trainer.batching import MicroBatch, PromptRows, TrainingRow, collate
@@ -98,39 +112,177 @@ def test_prompts_are_shared_only_up_to_the_length_of_a_sliding_window() -> None:
     assert longest_exact(tiny_model().config) == float("inf")
 
 
-def test_prompts_are_not_shared_by_a_model_whose_cache_gives_other_numbers(
+class MixesNeighbours(LlamaForCausalLM):
+    """Adds to each token half of the one before it, as some architectures do: not what packing expects."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(
+            lambda _module, _inputs, x: x + 0.5 * nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        )
+
+
+class ScalesLogits(LlamaForCausalLM):
+    """Does something to its logits that its configuration does not tell."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+
+def test_prompts_are_not_shared_by_a_model_that_comes_out_different(caplog: pytest.LogCaptureFixture) -> None:
+    model = MixesNeighbours(tiny_model().config)
+    policy = Policy(model)
+    assert not policy.share_prompts and model.config._attn_implementation == "sdpa"
+    assert "computed once per completion" in caplog.text
+    batch = uneven_batch()
+    expected, _ = one_by_one(model, batch, 1.0)
+    actual = policy.token_logprobs(batch, 1.0).logprobs_BT * batch.mask_BT
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_with_a_last_layer_of_its_own_computes_its_own_logits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Forgetful(type(tiny_model())):  # type: ignore[misc]
-        def forward(self, *args: object, **kwargs: object) -> object:
-            past = kwargs.get("past_key_values")
-            if past is not None and past.get_seq_length():  # type: ignore[attr-defined]
-                for layer in past.layers:  # type: ignore[attr-defined]
-                    layer.keys = torch.zeros_like(layer.keys)
-            return super().forward(*args, **kwargs)
-
-    model = Forgetful(tiny_model().config)
-    assert not Policy(model).share_prompts
-    assert "computed once per completion" in caplog.text
+    model = ScalesLogits(tiny_model().config).eval()
+    batch = uneven_batch()
+    expected, entropies = one_by_one(model, batch, 0.6)
+    result = Policy(model).token_logprobs(batch, 0.6)
+    torch.testing.assert_close(result.logprobs_BT * batch.mask_BT, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.entropy_BT * batch.mask_BT, entropies, rtol=1e-5, atol=1e-5)
+    assert "logits are computed all at once" in caplog.text
 
 
-def test_a_prompt_of_one_token_works() -> None:
+def capped_logits_model() -> Gemma2ForCausalLM:
+    torch.manual_seed(3)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=64,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=0.5,
+            initializer_range=0.2,
+        )
+    )
+
+
+def biased_head_model() -> PhiForCausalLM:
+    torch.manual_seed(4)
+    model = PhiForCausalLM(
+        PhiConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            initializer_range=0.2,
+        )
+    )
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+@pytest.mark.parametrize("make", [capped_logits_model, biased_head_model])
+def test_caps_and_biases_of_the_last_layer_are_known(make: type[PreTrainedModel]) -> None:
+    model = make().eval()
+    policy = Policy(model)
+    assert policy.share_prompts
+    batch = uneven_batch()
+    expected, entropies = one_by_one(model, batch, 0.8)
+    expected.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    result = policy.token_logprobs(batch, 0.8)
+    torch.testing.assert_close(result.logprobs_BT * batch.mask_BT, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.entropy_BT * batch.mask_BT, entropies, rtol=1e-5, atol=1e-5)
+    result.logprobs_BT.sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-4)
+
+
+def test_attention_that_is_capped_is_not_packed(caplog: pytest.LogCaptureFixture) -> None:
+    config = capped_logits_model().config
+    config.attn_logit_softcapping = 2.0
+    assert not Policy(Gemma2ForCausalLM(config)).share_prompts
+    assert "attention" in caplog.text
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_prompts_and_completions_of_one_token_work(share_prompts: bool) -> None:
     model = tiny_model()
-    batch = collate([PromptRows(np.array([3]), (TrainingRow(np.array([4, 5]), None, 0.0),))])
+    rows = (TrainingRow(np.array([4, 5]), None, 0.0), TrainingRow(np.array([6]), None, 0.0))
+    batch = collate([PromptRows(np.array([3]), rows), PromptRows(np.array([7, 8]), rows[1:])])
+    expected, _ = one_by_one(model, batch, 1.0)
+    actual = Policy(model, share_prompts=share_prompts).token_logprobs(batch, 1.0).logprobs_BT
+    torch.testing.assert_close(actual * batch.mask_BT, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_one_token_completions_only_works() -> None:
+    model = tiny_model()
+    rows = (TrainingRow(np.array([4]), None, 0.0), TrainingRow(np.array([6]), None, 0.0))
+    batch = collate([PromptRows(np.array([3, 1, 2]), rows)])
     expected, _ = one_by_one(model, batch, 1.0)
     actual = Policy(model, share_prompts=True).token_logprobs(batch, 1.0).logprobs_BT
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_checkpointed_layers_give_the_same_gradients_and_keep_less(share_prompts: bool) -> None:
+    batch = uneven_batch()
+    gradients, kept = [], []
+    for checkpoint in (False, True):
+        model = tiny_model()
+        policy = Policy(model, share_prompts=share_prompts, checkpoint_layers=checkpoint)
+        sizes: list[int] = []
+
+        def note(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs = policy.token_logprobs(batch, 1.0).logprobs_BT
+        kept.append(sum(sizes))
+        (logprobs * batch.mask_BT).sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        assert not any(module.training for module in model.modules() if isinstance(module, nn.Dropout))
+    assert kept[1] < kept[0] / 2
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_that_cannot_checkpoint_says_so() -> None:
+    model = tiny_model()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(PolicyLoadError, match="gradient_checkpointing = false"):
+        Policy(model, checkpoint_layers=True)
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_weights() -> None:
     model = tiny_model()
     batch = uneven_batch()
     exact = Policy(model).token_logprobs(batch, 1.0).logprobs_BT * batch.mask_BT
-    policy = Policy(model, autocast=True)
-    rough = policy.token_logprobs(batch, 1.0).logprobs_BT * batch.mask_BT
-    assert rough.dtype == torch.float32
-    assert 0 < float((rough - exact).detach().abs().max()) < 0.2
-    assert {tensor.dtype for tensor in policy.tensors().values()} == {torch.float32}
+    errors = []
+    for share_prompts in (True, False):
+        for fp32_head in (True, False):
+            policy = Policy(model, autocast=True, share_prompts=share_prompts, fp32_head=fp32_head)
+            assert policy.share_prompts is share_prompts
+            rough = policy.token_logprobs(batch, 1.0).logprobs_BT * batch.mask_BT
+            assert rough.dtype == torch.float32
+            assert 0 < float((rough - exact).detach().abs().max()) < 0.2
+            errors.append(float(((rough - exact).detach() ** 2).mean()))
+            (rough.sum()).backward()
+            assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+            assert {tensor.dtype for tensor in policy.tensors().values()} == {torch.float32}
+    # A last layer in float32 takes away the rounding of the logits.
+    assert errors[0] < errors[1] and errors[2] < errors[3]
 
 
 def test_tied_tensors_are_listed_once_and_what_was_listed_loads_back() -> None:
