@@ -15,15 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.broadcast_http import run_http
 from benchmarks.broadcast_swarmnode import run_node
 from benchmarks.broadcast_system import Outcome, SharedFile, broadcast, make_file
+from benchmarks.broadcast_torrent import run_torrent
 from benchmarks.lab_process import Work
 from benchmarks.link_rates import Rates, fluid_limit_s, measure_rates
 from benchmarks.namespaces import LabError
 from benchmarks.netlab import Lab, Link
 from benchmarks.report import table, write_report
 
-SYSTEMS: dict[str, Work] = {"swarmnode": run_node}
+SYSTEMS: dict[str, Work] = {"swarmnode": run_node, "http": run_http, "libtorrent": run_torrent}
 DOWN_PER_UP = 4.0
 KILL_AT = 0.5
 """Of the fluid limit: when the peers that are to be lost are killed."""

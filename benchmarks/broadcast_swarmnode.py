@@ -6,8 +6,10 @@ Not there: everything of a node that moves no chunks (roles, ledger, page).
 
 import itertools
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -57,80 +59,90 @@ class StallingShelf(ChunkShelf):
 SHELVES: dict[str | None, type[ChunkShelf]] = {"corrupt": CorruptShelf, "stalling": StallingShelf}
 
 
-def run_node(channel: Channel, task: Task) -> None:
-    """Work of a lab process: the source or one peer."""
-    logging.basicConfig(level=logging.INFO)
-    trio.run(_Node(channel, task).run)
+class ExchangeNode:
+    """A node's transport, swarm and chunk exchange on one address of the laboratory."""
 
-
-class _Node:
-    def __init__(self, channel: Channel, task: Task) -> None:
-        self._channel = channel
-        self._task = task
+    def __init__(self, task: Task) -> None:
+        self.task = task
         identity = Identity.from_seed(task.number.to_bytes(32, "big"))
-        self._transport = Libp2pTransport(identity, listen=[f"/ip4/{task.address}/tcp/{PORT}"])
-        self._refusals: dict[str, int] = {}
+        self.transport = Libp2pTransport(identity, listen=[f"/ip4/{task.address}/tcp/{PORT}"])
+        self.refusals: Counter[str] = Counter()
         numbers = itertools.count()
-        self._swarm = Swarm(
-            self._transport,
+        self.swarm = Swarm(
+            self.transport,
             identity,
             RUN,
             next_sequence=lambda: next(numbers),
             on_refusal=self._count_refusal,
         )
+        self.path = task.directory / "model.safetensors"
         self._shelf = SHELVES.get(task.fault, ChunkShelf)()
-        self._path = task.directory / "model.safetensors"
+        if task.is_source:
+            self._offer(task.file.path)
+        ChunkServer(self.swarm, self._shelf)
 
     def _count_refusal(self, peer: PeerId | None, reason: RefusalReason, detail: str) -> None:
-        self._refusals[reason.value] = self._refusals.get(reason.value, 0) + 1
+        self.refusals[reason.value] += 1
 
-    async def run(self) -> None:
-        file = self._task.file
-        ChunkServer(self._swarm, self._shelf)
-        if self._task.is_source:
-            self._shelf.add(StoredFile(file.path, file.size_bytes, file.chunk_size, file.chunks))
-        async with self._transport.running():
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self.transport.running():
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._swarm.run)
+                nursery.start_soon(self.swarm.run)
                 with trio.fail_after(CONNECT_TIMEOUT_S):
-                    await self._swarm.listening.wait()
-                await self._take_part()
+                    await self.swarm.listening.wait()
+                yield
                 nursery.cancel_scope.cancel()
 
-    async def _take_part(self) -> None:
-        self._channel.send(address=self._transport.addresses[0])
-        addresses: list[str] = (await self._told())["connect"]
-        await self._connect(addresses)
-        self._channel.send(connected=len(self._transport.connected_peers()))
-        await self._told()
-        if not self._task.is_source:
-            await self._fetch()
-        # The check comes when all are done: until then others may fetch from here.
-        await trio.to_thread.run_sync(answer_check, self._channel, self._path, abandon_on_cancel=True)
-
-    async def _connect(self, addresses: Sequence[str]) -> None:
+    async def connect(self, addresses: Sequence[str]) -> None:
         """Dial those with a higher number and wait until everybody is connected."""
         with trio.fail_after(CONNECT_TIMEOUT_S):
-            events = self._transport.events()
-            for address in addresses[self._task.number + 1 :]:
-                await self._transport.connect(address, CONNECT_TIMEOUT_S)
-            while len(self._transport.connected_peers()) < len(addresses) - 1:
+            events = self.transport.events()
+            for address in addresses[self.task.number + 1 :]:
+                await self.transport.connect(address, CONNECT_TIMEOUT_S)
+            while len(self.transport.connected_peers()) < len(addresses) - 1:
                 await events.receive()
 
-    async def _fetch(self) -> None:
-        file = self._task.file
+    async def fetch(self) -> float:
+        """Bring the file here and go on serving it; when it was complete, by the monotonic clock."""
+        file = self.task.file
         await download_file(
-            self._swarm,
+            self.swarm,
             self._shelf,
-            self._path,
+            self.path,
             size_bytes=file.size_bytes,
             chunk_size=file.chunk_size,
             chunks=file.chunks,
-            providers=partial(list, self._transport.connected_peers()),
+            providers=lambda: list(self.transport.connected_peers()),
         )
         finished = monotonic()
-        self._shelf.add(StoredFile(self._path, file.size_bytes, file.chunk_size, file.chunks))
-        self._channel.send(at=finished, refusals=self._refusals)
+        self._offer(self.path)
+        return finished
 
-    async def _told(self) -> dict[str, Any]:
-        return await trio.to_thread.run_sync(self._channel.receive, abandon_on_cancel=True)
+    def _offer(self, path: Path) -> None:
+        file = self.task.file
+        self._shelf.add(StoredFile(path, file.size_bytes, file.chunk_size, file.chunks))
+
+
+def run_node(channel: Channel, task: Task) -> None:
+    """Work of a lab process: the source or one peer."""
+    logging.basicConfig(level=logging.INFO)
+    trio.run(_take_part, channel, task)
+
+
+async def _take_part(channel: Channel, task: Task) -> None:
+    node = ExchangeNode(task)
+    async with node.running():
+        channel.send(address=node.transport.addresses[0])
+        await node.connect((await told(channel))["connect"])
+        channel.send(connected=True)
+        await told(channel)
+        if not task.is_source:
+            channel.send(at=await node.fetch(), refusals=node.refusals)
+        # The check comes when all are done: until then others may fetch from here.
+        await trio.to_thread.run_sync(answer_check, channel, node.path, abandon_on_cancel=True)
+
+
+async def told(channel: Channel) -> dict[str, Any]:
+    """The next message of the benchmark."""
+    return await trio.to_thread.run_sync(channel.receive, abandon_on_cancel=True)
