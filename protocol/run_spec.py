@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from protocol import limits
+from protocol.algorithm import AlgorithmSpec as AlgorithmSpec
 from protocol.base import Digest, Key, Message, Name
 from protocol.messages import SamplingContract
 from protocol.tasks import TaskSpec
@@ -39,23 +40,6 @@ class BaseModelRef(Message):
             if len(asset.chunks) != expected:
                 raise ValueError(f"{asset.path}: {len(asset.chunks)} chunks named, {expected} needed")
         return self
-
-
-class AlgorithmSpec(Message):
-    """How a learner of this run turns groups into updates. Names are TRL's where TRL has one."""
-
-    loss_type: Literal["cispo", "grpo"] = "cispo"
-    epsilon: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower clip of `grpo`."""
-    epsilon_high: Annotated[float, Field(gt=0, le=100)] = 5.0
-    """`grpo`: upper clip is 1 + epsilon_high; `cispo`: the cap of the ratio itself, as in TRL."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-6
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    max_grad_norm: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    warmup_updates: Annotated[int, Field(ge=0, le=100_000)] = 0
 
 
 class TrustRules(Message):
@@ -102,6 +86,10 @@ class RunSpec(Message):
             raise ValueError("preset 'fleet' needs the key of its learner in 'learners'")
         if self.preset == "fleet" and self.external_groups:
             raise ValueError("preset 'fleet' has one policy, so external_groups must be 0")
+        if self.algorithm.loss_type == "gepo" and self.external_groups:
+            raise ValueError(
+                "loss_type 'gepo' weights by a group's behavior log-probs: external_groups must be 0"
+            )
         if len({task.config_hash for task in self.tasks}) != len(self.tasks):
             raise ValueError("two tasks are the same")
         if self.publish_every > self.max_staleness + 1:

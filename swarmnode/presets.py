@@ -8,14 +8,13 @@ from swarmnode.models.tiny_tasks import DEMO_MAX_NEW_TOKENS
 
 TINY_ALGORITHM: dict[str, Any] = {
     "loss_type": "cispo",
-    "epsilon_high": 5.0,
     "learning_rate": 3e-4,
     "scale_rewards": "group",
     "max_grad_norm": 1.0,
 }
 """For the tiny model, whose one million weights bear large steps."""
 
-DEFAULT_ALGORITHM: dict[str, Any] = {"loss_type": "cispo", "epsilon_high": 5.0, "learning_rate": 1e-6}
+DEFAULT_ALGORITHM: dict[str, Any] = {"loss_type": "cispo", "learning_rate": 1e-6}
 
 
 def demo_run_section(preset: str, *, model: str = "tiny", mode: str = "async") -> dict[str, Any]:

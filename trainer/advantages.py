@@ -4,7 +4,7 @@
 
 `scale_rewards` (TRL's name) picks the scale: "group" the group's standard deviation (GRPO), "batch" that of
 all rewards of the batch (ScaleRL, arXiv 2510.13786), "none" 1 (Dr. GRPO, arXiv 2503.20783). Standard
-deviations are the unbiased ones plus 1e-4, as in TRL.
+deviations are the unbiased ones plus 1e-4, as in TRL. OAPL compares with a value estimate, not the mean.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,18 @@ def group_advantages(
             continue
         scale = _deviation(group) if scale_rewards == "group" else batch_scale
         result.append((group - group.mean()) / scale)
+    return result
+
+
+def value_advantages(rewards: Sequence[Sequence[float]], beta: float) -> list[npt.NDArray[np.float64]]:
+    """R − V per group with V = beta · log mean e^(R / beta): the value of the policy that maximises reward
+    minus beta · KL to μ (OAPL, arXiv 2602.19362). V is at least the mean, and the mean for large beta."""
+    result = []
+    for group in rewards:
+        values = np.asarray(group, dtype=np.float64)
+        highest = values.max()
+        value = highest + beta * np.log(np.mean(np.exp((values - highest) / beta)))
+        result.append(values - value if is_informative(group) else np.zeros_like(values))
     return result
 
 

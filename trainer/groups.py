@@ -30,6 +30,14 @@ class TrainingGroup:
     completions: tuple[npt.NDArray[np.int64], ...]
     behavior_logprobs: tuple[npt.NDArray[np.float32], ...] | None
     rewards: tuple[float, ...]
+    token_versions: tuple[npt.NDArray[np.int64], ...] | None = None
+    """The version that generated each token; None: all of them `oldest_version`."""
+
+    def versions_of(self, index: int) -> npt.NDArray[np.int64]:
+        """The version of each token of one completion, [T]."""
+        if self.token_versions is None:
+            return np.full(len(self.completions[index]), self.oldest_version, dtype=np.int64)
+        return self.token_versions[index]
 
     @property
     def is_informative(self) -> bool:
@@ -53,6 +61,13 @@ def local_group(
             completions=completions,
             behavior_logprobs=logprobs,
             rewards=tuple(rewards),
+            token_versions=tuple(
+                np.repeat(
+                    np.asarray([run.version for run in completion.version_runs], dtype=np.int64),
+                    [run.count for run in completion.version_runs],
+                )
+                for completion in group.completions
+            ),
         )
     )
 

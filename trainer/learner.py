@@ -1,9 +1,8 @@
 """The learner: groups in, one optimizer step and one version at a time out. No processes, sockets or files.
 
 Each update takes R local groups (earliest staleness deadline first) and up to J external ones, turns rewards
-into advantages, and minimises the mean of the run's loss over the completion tokens of all groups that have
-advantages. Groups with equal rewards count towards R, so that pacing needs no guesses, and take no part in
-the mean.
+into advantages, and minimises the run's objective over the completions of all groups that have advantages.
+Groups with equal rewards count towards R, so that pacing needs no guesses, and take no part in the mean.
 """
 
 import time
@@ -16,8 +15,7 @@ import torch
 
 from protocol.run_spec import RunSpec
 from protocol.staleness import is_admissible, staleness
-from trainer.advantages import group_advantages
-from trainer.batching import MicroBatch, PromptRows, TrainingRow, collate, plan_micro_batches
+from trainer.batching import PromptRows, collate, plan_micro_batches
 from trainer.checkpoint import (
     Checkpoint,
     LearnerState,
@@ -26,11 +24,18 @@ from trainer.checkpoint import (
     torch_random_state,
 )
 from trainer.groups import TrainingGroup
-from trainer.losses import LOSSES
-from trainer.losses.base import log_ratio
+from trainer.metrics import UpdateMetrics
+from trainer.objective import (
+    BatchStatistics,
+    evaluate_objective,
+    needs_statistics,
+    sample_of,
+    statistics_of,
+)
 from trainer.optimizer import Optimizer
 from trainer.policy import Policy
 from trainer.replay_buffer import Added, Batch, ReplayBuffer
+from trainer.rows import row_tensors, rows_of
 
 REMEMBERED_VERSIONS = 64
 """Versions whose consumed groups are kept (or S + 2, if that is more): as far back as a ledger may need to
@@ -65,19 +70,8 @@ class UpdateResult:
     """
     metrics: dict[str, float]
     staleness: dict[int, int]
-
-
-@dataclass
-class _Sums:
-    """Totals over the tokens of an update; those of ratios over local groups' tokens only."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    local_tokens: float = 0.0
-    ratio: float = 0.0
-    ratio_max: float = 0.0
-    log_ratio_squared: float = 0.0
+    by_age: dict[int, dict[str, float]]
+    """Figures of local tokens by how many versions ago they were made (see `trainer.metrics`)."""
 
 
 @dataclass
@@ -98,7 +92,6 @@ class Learner:
     def __post_init__(self) -> None:
         spec = self.spec
         self.optimizer = Optimizer(self.policy, spec.algorithm)
-        self._loss = LOSSES[spec.algorithm.loss_type]
         self._rng = np.random.default_rng(self.seed)
         self._buffer: ReplayBuffer[TrainingGroup] = ReplayBuffer(
             max_staleness=spec.max_staleness,
@@ -144,18 +137,18 @@ class Learner:
         started = time.perf_counter()
         self._check_staleness(batch)
         groups = [*batch.local, *batch.external]
-        trained = self._rows(groups)
-        tokens = sum(len(row.token_ids) for prompt in trained for row in prompt.rows)
-        sums = _Sums()
-        for pieces in plan_micro_batches(trained, self.token_budget, share_prompts=self.policy.share_prompts):
-            if should_stop():
-                raise UpdateAbandoned(f"stopped while training version {self.version + 1}")
-            self._accumulate(collate(pieces).to(self.policy.device), tokens, sums)
+        trained = rows_of(groups, self.spec.algorithm, self.version, self.spec.sampling.max_new_tokens)
+        plan = list(plan_micro_batches(trained, self.token_budget, share_prompts=self.policy.share_prompts))
+        sums = UpdateMetrics()
+        statistics = self._statistics(plan, should_stop)
+        for pieces in plan:
+            self._check_stop(should_stop)
+            self._accumulate(pieces, statistics, sums)
         grad_norm, rate = 0.0, 0.0
-        if tokens:
+        if plan:
             grad_norm = self.optimizer.clip_gradients()
             self._check_finite("the gradient norm", grad_norm)
-            rate = self.optimizer.step(self.updates)
+            rate = self.optimizer.step(self.updates, sums.ess_ratio)
 
         lags = Counter(staleness(self.version, group.oldest_version) for group in batch.local)
         self.version += 1
@@ -168,13 +161,13 @@ class Learner:
         self._buffer.expire(self.version)
         dropped = self._buffer.take_dropped()
         metrics = {
-            **self._metrics(batch, sums, tokens),
+            **self._metrics(batch, sums),
             "dropped_groups": float(len(dropped)),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "update_seconds": time.perf_counter() - started,
         }
-        return UpdateResult(self.version, ids, dropped, metrics, dict(sorted(lags.items())))
+        return UpdateResult(self.version, ids, dropped, metrics, dict(sorted(lags.items())), sums.by_age())
 
     def _check_staleness(self, batch: Batch[TrainingGroup]) -> None:
         for group in batch.local:
@@ -184,45 +177,50 @@ class Learner:
                     f"version {self.version}, the bound is {self.spec.max_staleness}: please report this"
                 )
 
-    def _rows(self, groups: list[TrainingGroup]) -> list[PromptRows]:
-        """The completions that carry a gradient, under their prompts."""
-        advantages = group_advantages([group.rewards for group in groups], self.spec.algorithm.scale_rewards)
-        trained = []
-        for group, values in zip(groups, advantages, strict=True):
-            if not group.is_informative:
-                continue
-            logprobs = group.behavior_logprobs or (None,) * len(group.completions)
-            rows = tuple(
-                TrainingRow(ids, behavior, float(advantage))
-                for ids, behavior, advantage in zip(group.completions, logprobs, values, strict=True)
-                if len(ids)
-            )
-            trained.append(PromptRows(group.prompt_ids, rows))
-        return trained
+    def _check_stop(self, should_stop: Callable[[], bool]) -> None:
+        if should_stop():
+            raise UpdateAbandoned(f"stopped while training version {self.version + 1}")
 
-    def _accumulate(self, batch: MicroBatch, tokens: int, sums: _Sums) -> None:
-        """Add one micro-batch's gradient of (sum of token losses / tokens of the whole batch)."""
-        current = self.policy.token_logprobs(batch, self.spec.sampling.temperature)
-        behavior_BT = torch.where(
-            batch.own_behavior_B[:, None], current.logprobs_BT.detach(), batch.behavior_logprobs_BT
+    def _statistics(
+        self, plan: list[list[PromptRows]], should_stop: Callable[[], bool]
+    ) -> BatchStatistics | None:
+        """Thresholds of the whole batch, by a forward pass over it. A batch of one micro-batch needs none:
+        its own forward pass tells them."""
+        algorithm = self.spec.algorithm
+        if not needs_statistics(algorithm) or len(plan) <= 1:
+            return None
+        samples = []
+        for pieces in plan:
+            self._check_stop(should_stop)
+            batch = collate(pieces).to(self.policy.device)
+            with torch.no_grad():
+                current = self.policy.token_logprobs(batch, self.spec.sampling.temperature)
+            samples.append(sample_of(current, batch))
+        return statistics_of(samples, algorithm)
+
+    def _accumulate(
+        self, pieces: list[PromptRows], statistics: BatchStatistics | None, sums: UpdateMetrics
+    ) -> None:
+        """Add one micro-batch's part of the gradient of the batch's objective."""
+        algorithm, temperature = self.spec.algorithm, self.spec.sampling.temperature
+        batch = collate(pieces).to(self.policy.device)
+        rows = row_tensors(pieces, batch.mask_BT.shape[1], self.policy.device)
+        current = self.policy.token_logprobs(batch, temperature)
+        if statistics is None and needs_statistics(algorithm):
+            statistics = statistics_of([sample_of(current, batch)], algorithm)
+        loss, report = evaluate_objective(
+            current,
+            batch,
+            rows,
+            algorithm,
+            statistics=statistics,
+            variance_penalty=algorithm.ratio_variance_penalty,
+            reference_logprobs_BT=None,
         )
-        terms = self._loss(current.logprobs_BT, behavior_BT, batch.advantages_B, self.spec.algorithm)
-        loss = (terms.loss_BT * batch.mask_BT).sum() / tokens
         value = float(loss.detach())
         self._check_finite("the loss", value)
         loss.backward()
-
-        with torch.no_grad():
-            local_BT = batch.mask_BT * ~batch.own_behavior_B[:, None]
-            drift_BT = log_ratio(current.logprobs_BT.detach(), behavior_BT) * local_BT
-            ratio_BT = drift_BT.exp() * local_BT
-            sums.loss += value
-            sums.entropy += float((current.entropy_BT * batch.mask_BT).sum())
-            sums.clipped += float((terms.clipped_BT * batch.mask_BT).sum())
-            sums.local_tokens += float(local_BT.sum())
-            sums.ratio += float(ratio_BT.sum())
-            sums.ratio_max = max(sums.ratio_max, float(ratio_BT.max()))
-            sums.log_ratio_squared += float((drift_BT**2).sum())
+        sums.add(report, value)
 
     def _check_finite(self, what: str, value: float) -> None:
         if not np.isfinite(value):
@@ -231,25 +229,18 @@ class Learner:
                 f"{self.version} is the last good one. Start a run with a lower learning_rate"
             )
 
-    def _metrics(self, batch: Batch[TrainingGroup], sums: _Sums, tokens: int) -> dict[str, float]:
+    def _metrics(self, batch: Batch[TrainingGroup], sums: UpdateMetrics) -> dict[str, float]:
         groups = [*batch.local, *batch.external]
         lags = [staleness(self.version - 1, group.oldest_version) for group in batch.local]
         rewards = [reward for group in batch.local for reward in group.rewards]
         lengths = [len(completion) for group in batch.local for completion in group.completions]
-        local_tokens = max(sums.local_tokens, 1.0)
         return {
-            "loss": sums.loss,
+            **sums.totals(),
             "reward_mean": float(np.mean(rewards)),
-            "ratio_mean": sums.ratio / local_tokens if sums.local_tokens else 1.0,
-            "ratio_max": sums.ratio_max if sums.local_tokens else 1.0,
-            "logratio_rms": float(np.sqrt(sums.log_ratio_squared / local_tokens)),
-            "entropy": sums.entropy / max(tokens, 1),
-            "clip_fraction": sums.clipped / max(tokens, 1),
             "zero_variance_share": sum(not group.is_informative for group in groups) / len(groups),
             "staleness_mean": float(np.mean(lags)),
             "staleness_max": float(max(lags)),
             "completion_length_mean": float(np.mean(lengths)),
-            "tokens": float(tokens),
             "local_groups": float(len(batch.local)),
             "external_groups": float(len(batch.external)),
         }

@@ -1,9 +1,11 @@
 """AdamW with gradient clipping and linear warm-up, and its state as named tensors (never a pickle)."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from protocol.run_spec import AlgorithmSpec
+from protocol.algorithm import AlgorithmSpec
 from trainer.policy import Policy, PolicyLoadError
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -34,9 +36,12 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._algorithm.max_grad_norm)
         return float(norm)
 
-    def step(self, updates_done: int) -> float:
-        """One step with the accumulated gradients, which are cleared. Returns the learning rate."""
-        rate = learning_rate(self._algorithm, updates_done)
+    def step(self, updates_done: int, ess_ratio: float = 1.0) -> float:
+        """One step with the accumulated gradients, which are cleared. Returns the learning rate.
+
+        `ess_ratio` is the effective share of the batch's completions; 1 on policy.
+        """
+        rate = learning_rate(self._algorithm, updates_done, ess_ratio)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
@@ -69,8 +74,13 @@ class Optimizer:
             state[moment] = tensor.to(parameter.device, copy=True)
 
 
-def learning_rate(algorithm: AlgorithmSpec, updates_done: int) -> float:
-    """Linear from learning_rate / warmup_updates to learning_rate over the first `warmup_updates` updates."""
-    if algorithm.warmup_updates == 0:
-        return algorithm.learning_rate
-    return algorithm.learning_rate * min(1.0, (updates_done + 1) / algorithm.warmup_updates)
+def learning_rate(algorithm: AlgorithmSpec, updates_done: int, ess_ratio: float = 1.0) -> float:
+    """Linear from learning_rate / warmup_updates to learning_rate over the first `warmup_updates` updates.
+
+    With `ess_lr_scaling` times √ess_ratio: a batch that is worth fewer completions gets a smaller step (VCPO,
+    arXiv 2602.17616; the on-policy share is 1).
+    """
+    rate = algorithm.learning_rate
+    if algorithm.warmup_updates:
+        rate *= min(1.0, (updates_done + 1) / algorithm.warmup_updates)
+    return rate * math.sqrt(min(1.0, ess_ratio)) if algorithm.ess_lr_scaling else rate

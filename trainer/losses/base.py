@@ -1,10 +1,8 @@
-"""What a loss is: one value per token from log-probs, behavior log-probs and advantages. Averaging is the
-learner's.
+"""What a loss is: one value per token from log-probs, a ratio's old log-probs and advantages.
 
 Shapes are in the names: B completions, T completion tokens, padded on the right. π is the policy in training,
-μ the behavior policy, E = π/μ the ratio of one token. A loss knows nothing of masks: padded places hold
-finite numbers that nobody reads, and every token's value depends on that token and its completion's advantage
-alone.
+μ the behavior policy, q the proximal policy. A loss reads a `TokenBatch` and knows nothing of weights, masks
+of corrections or averaging: those are the learner's. Padded places hold finite numbers that nobody reads.
 """
 
 from dataclasses import dataclass
@@ -13,11 +11,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from protocol.run_spec import AlgorithmSpec
+from protocol.algorithm import AlgorithmSpec
 
 LOG_RATIO_LIMIT = 20.0
-"""|log E| above this is cut (and carries no gradient): e^20 is far beyond any clip, e^88 overflows float32.
-What a stranger reports as behavior log-prob may lie 200 below the truth."""
+"""|log ratio| above this is cut (and carries no gradient): e^20 is far beyond any clip, e^88 overflows
+float32. What a stranger reports as behavior log-prob may lie 200 below the truth."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B completions of up to T tokens. `logprobs_BT` carries gradients, nothing else does."""
+
+    logprobs_BT: Tensor
+    old_logprobs_BT: Tensor
+    """log q: what the loss's ratio is taken against. log μ unless the run has a proximal policy."""
+    behavior_logprobs_BT: Tensor
+    advantages_B: Tensor
+    mask_BT: Tensor
+    """1.0 for tokens, 0.0 for padding."""
+    clip_low_BT: Tensor
+    """Bounds of the clipped ratio, for losses that clip; a correction may have narrowed them."""
+    clip_high_BT: Tensor
+    group_log_mean_B: Tensor
+    """`gepo` only: log Ê_q of each completion's group."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +45,26 @@ class LossTerms:
 
 
 class LossFunction(Protocol):
-    """`logprobs_BT` carries gradients, the others none; `advantages_B` is one number per completion."""
+    """A loss by the name that a run gives it (`loss_type`)."""
 
-    def __call__(
-        self,
-        logprobs_BT: Tensor,
-        behavior_logprobs_BT: Tensor,
-        advantages_B: Tensor,
-        algorithm: AlgorithmSpec,
-    ) -> LossTerms: ...
+    def __call__(self, tokens: TokenBatch, algorithm: AlgorithmSpec) -> LossTerms: ...
 
 
-def log_ratio(logprobs_BT: Tensor, behavior_logprobs_BT: Tensor) -> Tensor:
-    """log E per token, within ±`LOG_RATIO_LIMIT`."""
-    return torch.clamp(logprobs_BT - behavior_logprobs_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor) -> Tensor:
+    """log π/q per token, within ±`LOG_RATIO_LIMIT`."""
+    return torch.clamp(logprobs_BT - old_logprobs_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean over each completion's tokens, [B, 1]."""
+    return (values_BT * mask_BT).sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1.0)
+
+
+def sequence_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over each completion's tokens, [B, 1]."""
+    return (values_BT * mask_BT).sum(-1, keepdim=True)
+
+
+def same_value(surrogate_BT: Tensor, value_BT: Tensor) -> Tensor:
+    """`value_BT` with the gradient of `surrogate_BT`."""
+    return surrogate_BT - surrogate_BT.detach() + value_BT.detach()

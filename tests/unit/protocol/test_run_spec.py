@@ -23,7 +23,7 @@ def test_the_run_id_is_the_hash_of_the_encoded_spec(spec: RunSpec) -> None:
 
 
 def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
-    assert spec.run_id.hex() == "00eb49e3410821c7a874a975670740754c9eba71872700b9efc1be8f2ddf5dbd"
+    assert spec.run_id.hex() == "717a90649e3ee1a3562add55dfe967fed5e407ebaa7319fefe093aef38e334bf"
 
 
 @pytest.mark.parametrize(

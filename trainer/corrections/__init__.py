@@ -1,0 +1,1 @@
+"""What composes with every loss: weights and masks for stale tokens, narrower clips, penalties."""
