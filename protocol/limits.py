@@ -24,7 +24,7 @@ weights at the largest chunk size."""
 
 MAX_SAFETENSORS_HEADER_BYTES = 64 * 1024 * 1024
 
-MAX_DELTA_REGIONS = 65_536
+MAX_REGIONS = 65_536
 """Times that the width of elements changes within one snapshot (a model in one precision: once)."""
 
 MAX_DEPTH = 12
