@@ -73,6 +73,12 @@ class LearnerConfig(Section):
     max_seconds: float | None = None
     """Training stops after this long, with a final evaluation; the node goes on serving."""
     checkpoint_keep: Annotated[int, Field(ge=1, le=100)] = 3
+    min_ess: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Training halts when the effective share of tokens under their weights π/μ stays below this."""
+    min_entropy: Annotated[float, Field(ge=0)] = 1e-3
+    """Training halts when the policy's entropy, in nats per token, stays below this."""
+    halt_after: Annotated[int, Field(ge=1)] = 5
+    """Updates in a row below one of these floors that halt training."""
 
 
 class SharingConfig(Section):

@@ -36,7 +36,7 @@ MODEL, OPTIMIZER, STATE, MANIFEST = (
     "state.json",
     "manifest.json",
 )
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(Exception):
@@ -63,6 +63,8 @@ class LearnerState:
     generator_state: dict[str, Any]
     """Of the NumPy generator that draws external groups."""
     torch_state: bytes
+    controls: dict[str, float]
+    """What the learner adapts or counts from update to update, by name."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,15 @@ def load_newest(folder: Path) -> Checkpoint | None:
     return None
 
 
+def load_version(folder: Path, version: int) -> Checkpoint | None:
+    """The checkpoint of one version; None when it is not there any more or damaged."""
+    try:
+        return _load(folder / f"v{version}", version)
+    except _Damaged as error:
+        log.warning("the checkpoint of version %d cannot be used (%s)", version, error)
+        return None
+
+
 def _load(directory: Path, version: int) -> Checkpoint:
     try:
         manifest = read_json(directory / MANIFEST)
@@ -148,6 +159,7 @@ def _plain(state: LearnerState) -> dict[str, Any]:
         "elapsed_s": state.elapsed_s,
         "generator_state": state.generator_state,
         "torch_state": state.torch_state.hex(),
+        "controls": state.controls,
     }
 
 
@@ -164,6 +176,7 @@ def _from_plain(value: dict[str, Any]) -> LearnerState:
         elapsed_s=value["elapsed_s"],
         generator_state=value["generator_state"],
         torch_state=bytes.fromhex(value["torch_state"]),
+        controls={name: float(number) for name, number in value["controls"].items()},
     )
 
 

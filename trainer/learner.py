@@ -15,7 +15,7 @@ import torch
 
 from protocol.run_spec import RunSpec
 from protocol.staleness import is_admissible, staleness
-from trainer.batching import PromptRows, collate, plan_micro_batches
+from trainer.batching import MicroBatch, PromptRows, collate, plan_micro_batches
 from trainer.checkpoint import (
     Checkpoint,
     LearnerState,
@@ -23,6 +23,8 @@ from trainer.checkpoint import (
     set_torch_random_state,
     torch_random_state,
 )
+from trainer.collapse import CollapseWatch, HaltRules
+from trainer.corrections.penalties import next_penalty
 from trainer.groups import TrainingGroup
 from trainer.metrics import UpdateMetrics
 from trainer.objective import (
@@ -47,7 +49,12 @@ EXTERNAL_POOL_BATCHES = 8
 
 
 class TrainingHalted(Exception):
-    """Training cannot go on; the weights are those of the last good version. The message names the cause."""
+    """Training cannot go on. The message names the cause; `last_good` is the version to go back to, of which
+    the weights are if it is the learner's own."""
+
+    def __init__(self, message: str, last_good: int) -> None:
+        super().__init__(message)
+        self.last_good = last_good
 
 
 class StalenessViolated(AssertionError):
@@ -87,11 +94,18 @@ class Learner:
     updates: int = 0
     eval_before: float | None = None
     elapsed_s: float = 0.0
+    halt_rules: HaltRules = field(default_factory=HaltRules)
+    reference: Policy | None = None
+    """The base model, where the run's `beta` is above 0."""
     consumed: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         spec = self.spec
         self.optimizer = Optimizer(self.policy, spec.algorithm)
+        if spec.algorithm.beta and self.reference is None:
+            raise ValueError("the run's beta is above 0, so the learner needs the base model as `reference`")
+        self._watch = CollapseWatch(self.halt_rules)
+        self._variance_penalty = spec.algorithm.ratio_variance_penalty
         self._rng = np.random.default_rng(self.seed)
         self._buffer: ReplayBuffer[TrainingGroup] = ReplayBuffer(
             max_staleness=spec.max_staleness,
@@ -118,8 +132,9 @@ class Learner:
     def update(self, should_stop: Callable[[], bool] = lambda: False) -> UpdateResult:
         """Take a batch, make one step, advance the version.
 
-        Raises `TrainingHalted` when a loss or gradient is not finite and `UpdateAbandoned` when `should_stop`
-        says so between two micro-batches; weights, version and waiting groups are then as before.
+        Raises `TrainingHalted` when a loss or gradient is not finite or the policy has collapsed, and
+        `UpdateAbandoned` when `should_stop` says so between two micro-batches; weights, version and waiting
+        groups are then as before.
         """
         batch = self._buffer.take(self.version, self.spec.local_groups, self.spec.external_groups, self._rng)
         if batch is None:
@@ -148,6 +163,7 @@ class Learner:
         if plan:
             grad_norm = self.optimizer.clip_gradients()
             self._check_finite("the gradient norm", grad_norm)
+            self._check_health(sums)
             rate = self.optimizer.step(self.updates, sums.ess_ratio)
 
         lags = Counter(staleness(self.version, group.oldest_version) for group in batch.local)
@@ -165,6 +181,7 @@ class Learner:
             "dropped_groups": float(len(dropped)),
             "grad_norm": grad_norm,
             "learning_rate": rate,
+            **self._adapt(sums),
             "update_seconds": time.perf_counter() - started,
         }
         return UpdateResult(self.version, ids, dropped, metrics, dict(sorted(lags.items())), sums.by_age())
@@ -214,20 +231,63 @@ class Learner:
             rows,
             algorithm,
             statistics=statistics,
-            variance_penalty=algorithm.ratio_variance_penalty,
-            reference_logprobs_BT=None,
+            variance_penalty=self._variance_penalty,
+            reference_logprobs_BT=self._reference_logprobs(batch),
         )
         value = float(loss.detach())
         self._check_finite("the loss", value)
         loss.backward()
         sums.add(report, value)
 
+    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
+        if not self.spec.algorithm.beta or self.reference is None:
+            return None
+        with torch.no_grad():
+            return self.reference.token_logprobs(batch, self.spec.sampling.temperature).logprobs_BT
+
+    # Whether to go on
+
+    @property
+    def last_good_version(self) -> int:
+        """What a halt would go back to: the newest version, or the last one before figures fell."""
+        return self._watch.last_good
+
     def _check_finite(self, what: str, value: float) -> None:
         if not np.isfinite(value):
+            last_good = self._watch.last_good if self._watch.is_suspicious else self.version
             raise TrainingHalted(
                 f"training halted: {what} was {value} while training version {self.version + 1}; version "
-                f"{self.version} is the last good one. Start a run with a lower learning_rate"
+                f"{last_good} is the last good one. Start a run with a lower learning_rate",
+                last_good,
             )
+
+    def _check_health(self, sums: UpdateMetrics) -> None:
+        reason = self._watch.observe(self.version, sums.totals())
+        if reason is not None:
+            last_good = self._watch.last_good
+            raise TrainingHalted(
+                f"training halted: the policy has collapsed, {reason}; version {last_good} is the last good "
+                "one. Start a run with a lower learning_rate or max_staleness, or a stronger correction "
+                "(docs/algorithms.md)",
+                last_good,
+            )
+
+    def _adapt(self, sums: UpdateMetrics) -> dict[str, float]:
+        """Move the ratio-variance penalty towards its target; nothing where it has none."""
+        algorithm = self.spec.algorithm
+        start, target = algorithm.ratio_variance_penalty, algorithm.ratio_variance_target
+        if target is None:
+            return {}
+        used = self._variance_penalty
+        self._variance_penalty = next_penalty(used, start, sums.totals()["ratio_variance"], target)
+        return {"ratio_variance_penalty": used}
+
+    def roll_back(self, checkpoint: Checkpoint) -> None:
+        """Take weights and optimizer of an earlier version, as the version after this one."""
+        self.policy.load_tensors(checkpoint.model)
+        self.optimizer.load_tensors(checkpoint.optimizer)
+        self.version += 1
+        self._watch.forgive(self.version)
 
     def _metrics(self, batch: Batch[TrainingGroup], sums: UpdateMetrics) -> dict[str, float]:
         groups = [*batch.local, *batch.external]
@@ -260,6 +320,11 @@ class Learner:
                 elapsed_s=self.elapsed_s,
                 generator_state=dict(self._rng.bit_generator.state),
                 torch_state=torch_random_state(),
+                controls={
+                    "variance_penalty": self._variance_penalty,
+                    "last_good": self._watch.last_good,
+                    **{f"low.{name}": count for name, count in self._watch.low.items()},
+                },
             ),
             model=self.policy.tensors(),
             optimizer=self.optimizer.tensors(),
@@ -274,6 +339,13 @@ class Learner:
         self.version, self.updates = state.version, state.updates
         self.eval_before, self.elapsed_s = state.eval_before, state.elapsed_s
         self.consumed = dict(state.consumed)
+        self._variance_penalty = state.controls["variance_penalty"]
+        self._watch.last_good = int(state.controls["last_good"])
+        self._watch.low = {
+            name.removeprefix("low."): int(count)
+            for name, count in state.controls.items()
+            if name.startswith("low.")
+        }
         for version, ids in state.consumed.items():
             self._buffer.remember_consumed(ids, version - 1)
         self._rng = generator_from(state.generator_state)

@@ -12,7 +12,7 @@ stands for.
 import logging
 from pathlib import Path
 
-from trainer.checkpoint import CheckpointError, load_newest, write_checkpoint
+from trainer.checkpoint import CheckpointError, load_newest, load_version, write_checkpoint
 from trainer.files import remove_leftovers
 from trainer.learner import Learner
 from trainer.publication import (
@@ -77,7 +77,7 @@ class LearnerStore:
             learner.version = max(newest, learner.version) + 1
             existing, checkpoint = None, None
         if checkpoint is None:
-            write_checkpoint(self.checkpoints, learner.checkpoint(), self._checkpoint_keep)
+            self._write_checkpoint()
         if existing is None:
             existing = self._publish()
         self._published = existing.version
@@ -87,13 +87,31 @@ class LearnerStore:
         """Make the learner's version durable; publish it when `publish_every` versions have passed, or if it
         must be."""
         learner = self._learner
-        write_checkpoint(self.checkpoints, learner.checkpoint(), self._checkpoint_keep)
+        self._write_checkpoint()
         due = self._published is None or learner.version - self._published >= learner.spec.publish_every
         if not due and not must_publish:
             return None
         publication = self._publish()
         self._published = publication.version
         return publication
+
+    def publish_last_good(self, version: int) -> Publication | None:
+        """After a halt: make `version` the newest published one. Its weights get a new number if others came
+        after it. None when that is so already, or when its checkpoint is gone: then nothing changes."""
+        learner = self._learner
+        if version == learner.version:
+            return None if self._published == version else self.commit(must_publish=True)
+        checkpoint = load_version(self.checkpoints, version)
+        if checkpoint is None:
+            return None
+        learner.roll_back(checkpoint)
+        return self.commit(must_publish=True)
+
+    def _write_checkpoint(self) -> None:
+        """What a collapse would be rolled back to is kept, however many newer ones there are."""
+        learner = self._learner
+        keep = max(self._checkpoint_keep, learner.version - learner.last_good_version + 1)
+        write_checkpoint(self.checkpoints, learner.checkpoint(), keep)
 
     def _publish(self) -> Publication:
         return publish(

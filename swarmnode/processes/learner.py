@@ -30,9 +30,10 @@ from swarmnode.processes.child import Failure, run_child
 from swarmnode.processes.evaluation import evaluate
 from swarmnode.processes.inbox import Inbox, Stopped
 from trainer.checkpoint import CheckpointError
+from trainer.collapse import HaltRules
 from trainer.groups import BadGroup, TrainingGroup, external_group, local_group
 from trainer.learner import Learner, TrainingHalted, UpdateAbandoned, UpdateResult
-from trainer.policy import PolicyLoadError, load_policy
+from trainer.policy import Policy, PolicyLoadError, load_policy
 from trainer.publication import Publication
 from trainer.store import LearnerStore
 
@@ -51,7 +52,6 @@ KNOWN_FAILURES = (
     PolicyLoadError,
     TaskConfigError,
     TokenizerError,
-    TrainingHalted,
 )
 """Their messages are written for people; anything else is a bug and also leaves a traceback in the log."""
 
@@ -73,6 +73,9 @@ class LearnerSettings(BaseModel):
     max_updates: int | None = Field(default=None, ge=0)
     max_seconds: float | None = Field(default=None, ge=0)
     token_budget: int = Field(default=8192, ge=1)
+    min_ess: float = Field(default=0.1, ge=0, le=1)
+    min_entropy: float = Field(default=1e-3, ge=0)
+    halt_after: int = Field(default=5, ge=1)
 
 
 class LearnerProcess:
@@ -89,19 +92,38 @@ class LearnerProcess:
     def run(self) -> None:
         """Until the node asks for an end. Raises what keeps it from going on."""
         try:
-            self._configure(self._await_configuration())
-            if self._learner.updates == 0 and self._learner.eval_before is None:
-                self._evaluate(self._settings.eval_prompts, final=False)
-            while not self._finished():
-                self._await_groups()
-                if self._learner.ready_for_update():
-                    self._update()
-            self._evaluate(FINAL_EVALUATION_FACTOR * self._settings.eval_prompts, final=True)
-            self._say("finished")
+            try:
+                self._train_to_the_end()
+            except TrainingHalted as halt:
+                self._halt(halt)
             while True:
                 self._receive(timeout_s=60.0)
         except (Stopped, UpdateAbandoned):
             log.info("stopped as asked")
+
+    def _train_to_the_end(self) -> None:
+        self._configure(self._await_configuration())
+        if self._learner.updates == 0 and self._learner.eval_before is None:
+            self._evaluate(self._settings.eval_prompts, final=False)
+        while not self._finished():
+            self._await_groups()
+            if self._learner.ready_for_update():
+                self._update()
+        self._evaluate(FINAL_EVALUATION_FACTOR * self._settings.eval_prompts, final=True)
+        self._say("finished")
+
+    def _halt(self, halt: TrainingHalted) -> None:
+        """Put the last good version in front again and tell the node; a person decides what comes next."""
+        log.error("%s", halt)
+        publication = self._store.publish_last_good(halt.last_good)
+        self._channel.send(
+            {
+                "type": "halted",
+                "reason": str(halt),
+                "version": self._learner.version,
+                "publication": None if publication is None else publication_message(publication),
+            }
+        )
 
     # Starting
 
@@ -121,7 +143,13 @@ class LearnerProcess:
         self._engine: Engine | None = None
         policy = load_policy(self._model_dir, device=settings.device, dtype=settings.dtype)
         self._learner = Learner(
-            policy, spec, message["policy"], token_budget=settings.token_budget, seed=settings.seed
+            policy,
+            spec,
+            message["policy"],
+            token_budget=settings.token_budget,
+            seed=settings.seed,
+            halt_rules=HaltRules(settings.min_ess, settings.min_entropy, settings.halt_after),
+            reference=self._load_reference(),
         )
         question = self._environment.question(held_out_tasks(spec.tasks, 1)[0])
         self._store = LearnerStore(
@@ -142,6 +170,15 @@ class LearnerProcess:
                 "publication": publication_message(self._publication),
             }
         )
+
+    def _load_reference(self) -> Policy | None:
+        """The base model beside the policy, where the run's `beta` needs it: its weights are in memory twice
+        then, in float32."""
+        if not self._spec.algorithm.beta:
+            return None
+        reference = load_policy(self._model_dir, device=self._settings.device, dtype=self._settings.dtype)
+        reference.model.requires_grad_(False)
+        return reference
 
     # Messages
 
@@ -296,6 +333,7 @@ def update_message(
         "publication": None if publication is None else publication_message(publication),
         "metrics": result.metrics,
         "staleness": result.staleness,
+        "by_age": result.by_age,
     }
 
 

@@ -129,6 +129,8 @@ class LearnerRole:
             return Credit(
                 granted=0, version=status.version, retry_after_s=5.0, reason="training has finished"
             )
+        if status.halted is not None:
+            return Credit(granted=0, version=status.version, retry_after_s=5.0, reason="training has halted")
         now = trio.current_time()
         state = PacingState(
             version=status.version,
@@ -284,6 +286,8 @@ class LearnerRole:
             self._on_eval(message)
         elif kind == "state":
             self.status.state = message["text"]
+        elif kind == "halted":
+            await self._on_halted(message)
 
     async def _on_ready(self, message: dict[str, Any]) -> None:
         version: int = message["version"]
@@ -299,7 +303,7 @@ class LearnerRole:
         self._handed_over.clear()
         for groups in self._waiting.values():
             groups.clear()
-        self.status.version = version
+        self.status.version, self.status.halted = version, None
         self.status.eval_before = message.get("eval_before", self.status.eval_before)
         # From here on a group that is accepted is handed over at once; one that was accepted before is in
         # the list below. Credit waits until both are counted.
@@ -309,6 +313,14 @@ class LearnerRole:
         self._on_event("info", f"learner ready at version {version}, {count} groups waiting")
         if self._told_to_finish:
             self._tell_learner({"type": "finish"})
+
+    async def _on_halted(self, message: dict[str, Any]) -> None:
+        status = self.status
+        status.halted, status.version = message["reason"], message["version"]
+        status.state = f"halted: {status.halted}"
+        self._on_event("error", status.halted)
+        if message["publication"] is not None:
+            await self._publish(message["publication"])
 
     async def _hand_over_waiting(self) -> int:
         self._missed_some = False
@@ -344,7 +356,7 @@ class LearnerRole:
         # In one step with the counts above: who asks now must not be granted for the version before.
         status = self.status
         status.version = version
-        status.note_update(message["metrics"], message["staleness"])
+        status.note_update(message["metrics"], message["staleness"], message["by_age"])
         if message["publication"] is not None:
             await self._publish(message["publication"])
         if "reward_mean" in status.metrics:

@@ -16,7 +16,11 @@ class LearnerStatus:
     eval_before: float | None = None
     eval_after: float | None = None
     final: bool = False
+    halted: str | None = None
+    """Why training stopped for good; None while it goes on."""
     metrics: dict[str, float] = field(default_factory=dict)
+    by_age: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Figures of the last update by how many versions ago its tokens were made."""
     staleness: Counter[int] = field(default_factory=Counter)
     max_staleness_seen: int = 0
 
@@ -26,9 +30,15 @@ class LearnerStatus:
         self.staleness = Counter(staleness)
         self.max_staleness_seen = max(staleness, default=0)
 
-    def note_update(self, metrics: Mapping[str, float], staleness: Mapping[int, int]) -> None:
+    def note_update(
+        self,
+        metrics: Mapping[str, float],
+        staleness: Mapping[int, int],
+        by_age: Mapping[int, Mapping[str, float]],
+    ) -> None:
         """One more update, and what it consumed."""
         self.updates += 1
+        self.by_age = {int(lag): dict(figures) for lag, figures in by_age.items()}
         self.metrics = {name: float(value) for name, value in metrics.items()}
         for lag, count in staleness.items():
             self.staleness[int(lag)] += count

@@ -133,7 +133,9 @@ class StateBuilder:
             "eval_before": status.eval_before,
             "eval_after": status.eval_after,
             "final": status.final,
+            "halted": status.halted,
             "metrics": status.metrics,
+            "by_age": {str(lag): figures for lag, figures in sorted(status.by_age.items())},
         }
 
     def _self_row(self, roles: "Roles") -> dict[str, Any]:

@@ -358,6 +358,36 @@ def test_groups_of_other_policies_are_trained_on_as_the_policys_own(start: Any) 
     assert update["staleness"] == {0: 2}
 
 
+def test_a_collapse_halts_training_and_the_last_good_version_is_published_again(start: Any) -> None:
+    node = start(min_entropy=100.0, halt_after=3)
+    node.configure()
+    first = node.expect("ready", version=0)["publication"]
+    for version in (1, 2):
+        node.send_groups(range(2 * version, 2 * version + 2), version=version - 1)
+        assert node.expect("update", version=version)["publication"]["state_hash"] != first["state_hash"]
+        node.ack(version)
+    node.send_groups(range(8, 10), version=2)
+    halted = node.expect("halted")
+    assert halted["reason"].startswith("training halted: the policy has collapsed, entropy was below 100")
+    assert halted["version"] == halted["publication"]["version"] == 3
+    assert halted["publication"]["state_hash"] == first["state_hash"]
+    # It stays, and trains no more.
+    node.send_groups(range(10, 14), version=3)
+    assert node.channel.receive(0.2) is None
+
+
+def test_a_run_with_a_divergence_from_the_base_model_measures_it(start: Any) -> None:
+    node = start(spec={"algorithm": AlgorithmSpec(learning_rate=1e-3, beta=0.1)})
+    node.configure()
+    node.expect("ready", version=0)
+    found = []
+    for version in (1, 2):
+        node.send_groups(range(2 * version, 2 * version + 2), version=version - 1)
+        found.append(node.expect("update", version=version)["metrics"]["base_kl"])
+        node.ack(version)
+    assert found[0] == pytest.approx(0.0, abs=1e-9) and found[1] > 1e-6
+
+
 def test_a_node_that_does_not_acknowledge_is_named(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner_module, "ACK_TIMEOUT_S", 0.05)
     node = start()

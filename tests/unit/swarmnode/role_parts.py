@@ -218,6 +218,7 @@ class LearnerParts:
                 "publication": self.publication(version),
                 "metrics": {"reward_mean": 0.5},
                 "staleness": {0: len(consumed)},
+                "by_age": {},
             }
         )
 

@@ -359,3 +359,25 @@ async def test_external_groups_that_teach_nothing_are_not_kept(parts: LearnerPar
     assert not await parts.role.receive_external(parts.envelope(2, OTHER, policy=OTHER.key))
     assert (parts.role.waiting_external, parts.role.waiting_local) == (1, 0)
     assert parts.counts_agree()
+
+
+async def test_a_halt_is_shown_with_its_reason_and_nobody_gets_credit_until_a_restart(
+    parts: LearnerParts,
+) -> None:
+    await parts.up()
+    for counter in range(4):
+        await parts.push(counter)
+    reason = "training halted: the policy has collapsed"
+    await parts.role.on_learner_message(
+        {"type": "halted", "reason": reason, "version": 3, "publication": parts.publication(3)}
+    )
+    status = parts.role.status
+    assert (status.halted, status.version, status.state) == (reason, 3, f"halted: {reason}")
+    assert parts.published == [0, 3] and ("error", reason) in parts.events
+    answer = parts.role.credit(WORKER.key, request(version=3))
+    assert (answer.granted, answer.reason, answer.version) == (0, "training has halted", 3)
+    # The groups that wait are still there when somebody starts it again.
+    parts.role.on_learner_down()
+    await parts.learner_ready(3)
+    assert status.halted is None and parts.counts_agree() and parts.role.waiting_local == 4
+    assert parts.role.credit(WORKER.key, request(version=3)).granted == 4

@@ -13,7 +13,8 @@ import torch
 from protocol.run_spec import RunSpec
 from tests.unit.trainer.factory import POLICY_ID, learner, run_spec, training_group
 from trainer.checkpoint import CheckpointError
-from trainer.learner import Learner
+from trainer.collapse import HaltRules
+from trainer.learner import Learner, TrainingHalted
 from trainer.publication import hash_of, read_publication, snapshot
 from trainer.store import LearnerStore
 
@@ -206,3 +207,48 @@ def test_a_crash_at_any_step_of_a_commit_resumes_at_the_old_or_the_new_version(t
             break
         step += 1
     assert outcomes == sorted(outcomes) and set(outcomes) == {4, 5} and step > 15
+
+
+def test_after_a_collapse_the_last_good_version_is_published_again_under_a_new_number(tmp_path: Path) -> None:
+    """Entropy is below an absurd floor from version 2 on; five bad updates later training stops at 6."""
+    one = learner(halt_rules=HaltRules(halt_after=5))
+    store = store_of(tmp_path, one, keep=1)
+    store.resume()
+    for _ in range(2):
+        train(one)
+        store.commit()
+    good, optimizer = weights_of(one), {n: t.clone() for n, t in one.optimizer.tensors().items()}
+    # The update from version 2 measured it well above both floors; what comes after does not.
+    train(one)
+    store.commit()
+    one._watch.rules = HaltRules(min_entropy=100.0, halt_after=5)
+    for _ in range(4):
+        train(one)
+        store.commit()
+    assert one.last_good_version == 2 and one.version == 7
+    with pytest.raises(TrainingHalted, match="version 2 is the last good one") as caught:
+        train(one)
+    assert "entropy was below 100 for 5 updates" in str(caught.value) and "\n" not in str(caught.value)
+    assert caught.value.last_good == 2 and one.version == 7
+    publication = store.publish_last_good(caught.value.last_good)
+    assert publication is not None
+    assert (publication.version, publication.state_hash) == (8, good)
+    assert weights_of(one) == good and one.version == 8
+    assert all(torch.equal(optimizer[name], value) for name, value in one.optimizer.tensors().items())
+    # Whoever starts it again goes on from there, and counts anew.
+    again = learner(model_seed=3)
+    assert store_of(tmp_path, again).resume().version == 8
+    assert weights_of(again) == good and again.last_good_version == 8
+
+
+def test_a_halt_publishes_the_newest_version_if_that_is_good_and_not_out_yet(tmp_path: Path) -> None:
+    one = learner(run_spec(publish_every=3))
+    store = store_of(tmp_path, one)
+    store.resume()
+    train(one)
+    assert store.commit() is None
+    publication = store.publish_last_good(1)
+    assert publication is not None and publication.version == 1
+    assert store.publish_last_good(1) is None
+    # A version whose checkpoint is gone cannot come back.
+    assert store.publish_last_good(77) is None and one.version == 1
