@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from peers.base import PeerId
-from peers.chunk_exchange import fetch_chunks
+from peers.chunk_exchange import TransferProgress, fetch_chunks
 from peers.chunk_serving import ChunkShelf
 from peers.file_assembly import open_assembly
 from peers.swarm import Swarm
@@ -19,14 +19,23 @@ async def download_file(
     chunk_size: int,
     chunks: Sequence[bytes],
     providers: Callable[[], Sequence[PeerId]],
+    progress: Callable[[TransferProgress], None] | None = None,
 ) -> None:
-    """Bring `path` here. Raises `TransferFailed` when no provider has it, `OSError` when the disk is full."""
+    """Bring `path` here; `progress` is told how far it is.
+
+    Raises `TransferFailed` when no provider has it, `OSError` when the disk is full.
+    """
     async with open_assembly(path, size_bytes, chunk_size, chunks) as assembly:
         if not assembly.complete:
             shelf.add(assembly)
             try:
                 await fetch_chunks(
-                    swarm, assembly.wanted, providers, assembly.write, already=set(assembly.verified)
+                    swarm,
+                    assembly.wanted,
+                    providers,
+                    assembly.write,
+                    already=set(assembly.verified),
+                    progress=progress,
                 )
             finally:
                 shelf.remove(assembly)
