@@ -1,0 +1,353 @@
+"""Who works: the cheapest workers whose capacity meets the rule with a margin, and what becomes of the
+others.
+
+A plan is a pure function of offers, demand, settings and who is active now. It changes little for little:
+what is active stays while it suffices and a new choice would save less than the hysteresis.
+"""
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from swarmnode.scheduler.capacity import Assessment, Demand, admissible_shares, assess
+from swarmnode.scheduler.exact import solve_exact
+from swarmnode.scheduler.greedy import most_capacity, solve_greedy
+from swarmnode.scheduler.offers import WorkerOffer
+from swarmnode.scheduler.problem import Chosen, Floats, Problem, Solution
+from swarmnode.scheduler.reliability import shortfall_probability
+
+MARGIN_STEPS = 8
+"""Margins tried until the true probability is at the setting."""
+FINE_UP_TO = 64
+"""Offers up to which a margin that is larger than it must be is narrowed."""
+KEEP_SLACK = 2.0
+"""What is active stays up to this many times the probability that is set: measurements always move a little.
+"""
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a run's owner decides."""
+
+    shortfall_probability: float = 0.05
+    """Most probability that capacity falls short of the need before somebody is replaced."""
+    replacement_s: float = 60.0
+    """How long it takes until a worker that left is noticed and another one works in its place."""
+    owner_share: float = 1.0
+    """Most of the capacity that may be one owner's, so that nobody can starve or steer the run."""
+    region_mbps: dict[str, float] = field(default_factory=dict)
+    """Bandwidth to a region; one not named has no limit."""
+    budget_per_hour: float = math.inf
+    """Dollars for all active and draining workers together."""
+    least_memory_gb: float = 0.0
+    least_available_s: float = 300.0
+    """A worker that is there for less is not worth its weights' transfer."""
+    hysteresis: float = 0.05
+    """What a change must save, relative to the cost, to be made."""
+    volunteer_price_per_hour: float = 0.01
+    """What an hour of a free worker counts when choices are compared: its power is not free to its owner."""
+    spare_share: float = 0.1
+    """Standby capacity that keeps its weights warm, relative to the active capacity; at least one worker."""
+    exact_up_to: int = 200
+    """Offers up to which the choice is solved exactly."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shortfall_probability < 1 or not 0 < self.owner_share <= 1:
+            raise ValueError("shortfall_probability lies in (0, 1), owner_share in (0, 1]")
+        if self.hysteresis < 0 or self.budget_per_hour < 0:
+            raise ValueError("hysteresis and budget_per_hour are not negative")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is active, draining, on warm standby; the rest is on standby without weights."""
+
+    active: tuple[bytes, ...]
+    draining: tuple[bytes, ...]
+    """Active until now: they finish the groups in hand and get no more credit."""
+    spares: tuple[bytes, ...]
+    """On standby with their weights kept warm, in the order in which they are to be called."""
+    reasons: dict[bytes, str]
+    """Why, for each offer, in one line."""
+    cost_per_hour: float
+    """Of the active ones."""
+    assessment: Assessment
+    """Capacity against need of the active ones."""
+    shortfall_probability: float
+    """That so many are gone or slow within the replacement time that the learner must wait."""
+    is_enough: bool
+    """Whether the rule is met with its margin; else this is the most that the limits allow."""
+    limits: tuple[str, ...]
+    """What stands in the way if it is not: budget, region, owner, offers."""
+    method: str
+    bound_per_hour: float
+    """No choice of these offers costs less, as far as was proved (volunteers counted at their nominal price).
+    """
+
+
+def make_plan(
+    offers: Sequence[WorkerOffer],
+    demand: Demand,
+    settings: PlanSettings,
+    *,
+    active: Set[bytes] = frozenset(),
+    draining: Set[bytes] = frozenset(),
+) -> Plan:
+    """Choose. `draining` are still paid, so that the budget holds for all together."""
+    paid = sum(o.price_per_hour for o in offers if o.worker in draining and o.worker not in active)
+    candidates = _Candidates(offers, demand, settings, budget=settings.budget_per_hour - paid)
+    solution, is_enough = candidates.choose(active)
+    current = candidates.of(active)
+    if (
+        is_enough
+        and candidates.suffices(current, slack=KEEP_SLACK)
+        and candidates.problem.total_cost(current)
+        <= (1 + settings.hysteresis) * candidates.problem.total_cost(solution.chosen)
+    ):
+        solution = replace(solution, chosen=current, method="kept")
+    limits = () if is_enough else candidates.limits()
+    chosen = [candidates.offers[i] for i in np.flatnonzero(solution.chosen)]
+    names = tuple(offer.worker for offer in chosen)
+    return Plan(
+        active=names,
+        draining=tuple(sorted(set(active).difference(names))),
+        spares=candidates.spares(solution.chosen),
+        reasons=candidates.reasons(solution.chosen),
+        cost_per_hour=sum(offer.price_per_hour for offer in chosen),
+        assessment=assess(demand, [offer.timing for offer in chosen]),
+        shortfall_probability=candidates.shortfall(solution.chosen),
+        is_enough=is_enough,
+        limits=limits,
+        method=solution.method,
+        bound_per_hour=solution.bound,
+    )
+
+
+def replan_reason(
+    plan: Plan,
+    offers: Sequence[WorkerOffer],
+    demand: Demand,
+    settings: PlanSettings,
+) -> str | None:
+    """Why to plan anew; None while nothing has changed enough. `offers` and `demand` are those of now."""
+    present = {offer.worker for offer in offers}
+    gone = [worker for worker in plan.active if worker not in present]
+    if gone:
+        return f"{len(gone)} active workers left"
+    candidates = _Candidates(offers, demand, settings, budget=settings.budget_per_hour)
+    current = candidates.of(set(plan.active))
+    if int(current.sum()) < len(plan.active):
+        return "an active worker can no longer be used"
+    price = float(candidates.problem.price[current].sum())
+    if price > settings.budget_per_hour * (1 + 1e-9):
+        return "prices rose above the budget"
+    if abs(price - plan.cost_per_hour) > settings.hysteresis * max(plan.cost_per_hour, 1e-9):
+        return "prices changed"
+    if candidates.problem.broken_limits(current):
+        return f"a limit is broken: {', '.join(candidates.problem.broken_limits(current))}"
+    if not candidates.suffices(current, slack=KEEP_SLACK):
+        # Whether a plan can mend that, only planning tells; not again while nobody new could help.
+        return "capacity fell below the need" if plan.is_enough or candidates.could_add(current) else None
+    if not plan.is_enough:
+        return "capacity suffices again"
+    if candidates.could_save(current) > settings.hysteresis:
+        return "cheaper workers are offered"
+    return None
+
+
+class _Candidates:
+    """Offers that may be chosen, as columns, and the problem that they make."""
+
+    def __init__(
+        self, offers: Sequence[WorkerOffer], demand: Demand, settings: PlanSettings, *, budget: float
+    ) -> None:
+        self._settings = settings
+        self._need = demand.floor_rate
+        timings = [offer.timing for offer in offers]
+        broadcast_s = np.array([timing.broadcast_s for timing in timings])
+        latency_s = np.array([timing.latency_s for timing in timings])
+        rate = np.array([timing.groups_per_s for timing in timings])
+        if offers:
+            rate = rate * admissible_shares(demand, broadcast_s, latency_s)
+        self._unusable: dict[bytes, str] = {}
+        usable = []
+        for index, offer in enumerate(offers):
+            reason = _unusable(offer, float(rate[index]), settings)
+            if reason:
+                self._unusable[offer.worker] = reason
+            else:
+                usable.append(index)
+        self.offers = [offers[index] for index in usable]
+        self.rate: Floats = rate[usable] if usable else np.zeros(0)
+        self.presence = np.array([offer.presence_for(settings.replacement_s) for offer in self.offers])
+        self.spread = np.array([offer.rate_spread for offer in self.offers])
+        self.problem = self._problem(budget)
+
+    def _problem(self, budget: float) -> Problem:
+        settings, offers = self._settings, self.offers
+        price = np.array([offer.price_per_hour for offer in offers])
+        owners: dict[object, int] = {}
+        regions: dict[str, int] = {}
+        owner = [owners.setdefault(offer.owner or offer.worker, len(owners)) for offer in offers]
+        region = [regions.setdefault(offer.region, len(regions)) for offer in offers]
+        mean = self.presence * self.rate
+        variance = mean * (1 - self.presence) * self.rate + self.presence * (self.spread * self.rate) ** 2
+        return Problem(
+            cost=np.maximum(price, settings.volunteer_price_per_hour),
+            price=price,
+            mean=mean,
+            variance=variance,
+            owner=np.array(owner, dtype=np.int64),
+            region=np.array(region, dtype=np.int64),
+            traffic_mbps=np.array([offer.traffic_mbps for offer in offers]),
+            need=self._need,
+            z=max(0.0, NormalDist().inv_cdf(1 - settings.shortfall_probability)),
+            owner_share=settings.owner_share,
+            region_mbps=np.array([settings.region_mbps.get(name, math.inf) for name in regions]),
+            budget=budget,
+        )
+
+    def of(self, workers: Set[bytes]) -> Chosen:
+        """Those of `workers` that may be chosen."""
+        return np.array([offer.worker in workers for offer in self.offers], dtype=bool)
+
+    def shortfall(self, chosen: Chosen) -> float:
+        return shortfall_probability(
+            self.rate[chosen], self.presence[chosen], self.spread[chosen], self._need
+        )
+
+    def suffices(self, chosen: Chosen, slack: float = 1.0) -> bool:
+        """Whether a choice meets the rule with its margin and breaks no limit.
+
+        `slack` multiplies the probability that is set.
+        """
+        return (
+            float(self.problem.mean[chosen].sum()) >= self._need
+            and self.shortfall(chosen) <= slack * self._settings.shortfall_probability
+            and not self.problem.broken_limits(chosen)
+        )
+
+    def choose(self, active: Set[bytes]) -> tuple[Solution, bool]:
+        """The cheapest that suffices, or the most that the limits allow, and which of both it is."""
+        current = self.of(active)
+        # Who is active counts as cheaper by the hysteresis: a change must be worth its trouble.
+        loyal = np.where(current, self.problem.cost * (1 - self._settings.hysteresis), self.problem.cost)
+        problem = replace(self.problem, cost=loyal)
+        best: Solution | None = None
+        too_little, enough = 0.0, math.inf
+        for _ in range(MARGIN_STEPS):
+            found = self._solve(problem)
+            if found is None:
+                break
+            shortfall = self.shortfall(found.chosen)
+            if shortfall <= self._settings.shortfall_probability * (1 + 1e-6):
+                enough = problem.z
+                if best is None or found.cost < best.cost:
+                    best = found
+            else:
+                too_little = max(too_little, problem.z)
+            # The normal approximation is rough for few workers: look for the margin that is just right.
+            few = len(problem) <= FINE_UP_TO and problem.z > 0.05
+            if best is not None and not (few and enough - too_little > 0.1):
+                break
+            z = (too_little + enough) / 2 if math.isfinite(enough) else 1.15 * problem.z + 0.05
+            problem = replace(problem, z=z)
+        if best is not None:
+            return best, True
+        most = most_capacity(self.problem)
+        return most, self.suffices(most.chosen)
+
+    def _solve(self, problem: Problem) -> Solution | None:
+        solution = solve_greedy(problem)
+        if len(problem) <= self._settings.exact_up_to:
+            solution = solve_exact(problem, solution)
+        return solution
+
+    def limits(self) -> tuple[str, ...]:
+        """What stands between these offers and the need: limits whose removal would help, or the offers."""
+        problem = self.problem
+        without = {
+            "budget": replace(problem, budget=math.inf),
+            "owner": replace(problem, owner_share=1.0),
+            "region": replace(problem, region_mbps=np.full_like(problem.region_mbps, math.inf)),
+        }
+        standing = [name for name, freed in without.items() if freed.is_enough(most_capacity(freed).chosen)]
+        return tuple(standing) or ("offers",)
+
+    def spares(self, chosen: Chosen) -> tuple[bytes, ...]:
+        """The cheapest of the others, until they make up for the largest one or the share that is set."""
+        problem = self.problem
+        others = np.flatnonzero(~chosen & (problem.price <= problem.budget))
+        if not chosen.any() or self._settings.spare_share <= 0:
+            return ()
+        wanted = max(
+            self._settings.spare_share * float(problem.mean[chosen].sum()), float(problem.mean[chosen].max())
+        )
+        order = others[np.argsort(problem.cost[others] / problem.mean[others], kind="stable")]
+        count = int(np.searchsorted(np.cumsum(problem.mean[order]), wanted * (1 - 1e-9))) + 1
+        return tuple(self.offers[index].worker for index in order[:count])
+
+    def could_add(self, chosen: Chosen) -> bool:
+        """Whether somebody else could work too within the limits."""
+        problem = self.problem
+        money = problem.budget - float(problem.price[chosen].sum())
+        link = problem.region_mbps - problem.region_traffic(chosen)
+        owned = problem.owner_capacity(chosen)[problem.owner] + problem.mean
+        allowed = problem.owner_share * (problem.mean_capacity(chosen) + problem.mean)
+        fits = (problem.price <= money) & (problem.traffic_mbps <= link[problem.region]) & (owned <= allowed)
+        return bool((fits & ~chosen).any())
+
+    def could_save(self, chosen: Chosen) -> float:
+        """The share of the cost that the linear relaxation without limits says could be saved: an upper
+        bound."""
+        problem = self.problem
+        cost = problem.total_cost(chosen)
+        order = np.argsort(problem.cost / problem.mean, kind="stable")
+        mean = np.cumsum(problem.mean[order])
+        need = problem.need + problem.z * problem.deviation(chosen)
+        whole = int(np.searchsorted(mean, need))
+        if cost <= 0 or whole >= len(order):
+            return 0.0
+        before = float(mean[whole - 1]) if whole else 0.0
+        last = order[whole]
+        least = float(problem.cost[order[:whole]].sum())
+        least += float(problem.cost[last]) * (need - before) / float(problem.mean[last])
+        return 1 - least / cost
+
+    def reasons(self, chosen: Chosen) -> dict[bytes, str]:
+        problem = self.problem
+        per_thousand = problem.price / problem.mean / 3.6
+        dearest = float(per_thousand[chosen].max()) if chosen.any() else 0.0
+        said = dict(self._unusable)
+        for index, offer in enumerate(self.offers):
+            cost = float(per_thousand[index])
+            if chosen[index]:
+                text = f"${cost:.2f} per 1,000 groups that count"
+            elif cost > dearest * (1 + 1e-9):
+                text = f"${cost:.2f} per 1,000 groups that count, the active ones cost up to ${dearest:.2f}"
+            else:
+                text = "not needed, or a limit (owner, region, budget) keeps it out"
+            said[offer.worker] = text
+        return said
+
+
+def _unusable(offer: WorkerOffer, admissible_rate: float, settings: PlanSettings) -> str:
+    """Why an offer cannot be used at all; empty if it can."""
+    timing = offer.timing
+    if timing.groups_per_s <= 0:
+        return "it has no measured rate"
+    if offer.memory_gb < settings.least_memory_gb:
+        return f"{offer.memory_gb:g} GB of memory, {settings.least_memory_gb:g} are needed"
+    if offer.available_for_s < settings.least_available_s:
+        return f"available for {offer.available_for_s:.0f} s more only"
+    if offer.price_per_hour > settings.budget_per_hour:
+        return "its price alone is above the budget"
+    if admissible_rate <= 0:
+        return (
+            f"its groups would be too stale: a version takes {timing.broadcast_s:.1f} s to it, "
+            f"a group {timing.latency_s:.1f} s back"
+        )
+    return ""

@@ -1,0 +1,169 @@
+"""The capacity rule: exact values, its limits, and what it advises."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmnode.scheduler.capacity import (
+    Demand,
+    Timing,
+    admissible_rate,
+    admissible_share,
+    assess,
+    default_publish_every,
+    expected_utilization,
+    pacing_batches_needed,
+    required_rate,
+    update_period_s,
+)
+
+
+@pytest.mark.parametrize(("staleness", "kappa"), [(0, 1), (1, 1), (2, 1), (3, 2), (6, 5), (11, 10)])
+def test_the_publication_period_is_one_less_than_the_bound_and_at_least_one(
+    staleness: int, kappa: int
+) -> None:
+    assert default_publish_every(staleness) == kappa
+
+
+@pytest.mark.parametrize(
+    ("staleness", "form", "expected"),
+    [
+        # κR / (κ·T − B) with R = 64, T = 20 s, B = 30 s.
+        (6, "conservative", 5 * 64 / (100 - 30)),
+        (11, "conservative", 10 * 64 / (200 - 30)),
+        (3, "conservative", 2 * 64 / (40 - 30)),
+        (6, "overlapped", 64 / 20),
+        # κ·T = 20 s is less than B: no amount of workers suffices.
+        (2, "conservative", math.inf),
+        (2, "overlapped", math.inf),
+    ],
+)
+def test_the_rule_in_closed_form(staleness: int, form: str, expected: float) -> None:
+    demand = Demand(64, 20.0, staleness, form=form)  # type: ignore[arg-type]
+    assert required_rate(demand, 30.0) == pytest.approx(expected)
+
+
+@given(
+    staleness=st.integers(2, 12),
+    batch=st.integers(1, 512),
+    train_s=st.floats(0.5, 300),
+    broadcast_share=st.floats(0, 0.95),
+    workers=st.integers(1, 50),
+)
+def test_the_rule_and_the_admissible_rate_agree_when_latency_is_nothing(
+    staleness: int, batch: int, train_s: float, broadcast_share: float, workers: int
+) -> None:
+    demand = Demand(batch, train_s, staleness)
+    broadcast_s = broadcast_share * demand.kappa * train_s
+    each = required_rate(demand, broadcast_s) / workers
+    assert admissible_rate(demand, [Timing(each, broadcast_s)] * workers) == pytest.approx(
+        demand.floor_rate, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "latency_s", "share"),
+    [
+        # S = 6, κ = 5, T = 10 s, B = 10 s: starts from 10 on; the last update that may consume begins at 60.
+        ("conservative", 0.0, 0.8),  # until 50
+        ("conservative", 10.0, 0.8),  # 60 − 10 is 50
+        ("conservative", 20.0, 0.6),  # 60 − 20 is 40
+        ("conservative", 55.0, 0.0),
+        ("overlapped", 0.0, 1.0),  # until 60
+        ("overlapped", 10.0, 0.8),  # until 50
+    ],
+)
+def test_a_long_way_back_costs_the_end_of_each_cycle(form: str, latency_s: float, share: float) -> None:
+    demand = Demand(16, 10.0, 6, form=form)  # type: ignore[arg-type]
+    assert admissible_share(demand, 10.0, latency_s) == pytest.approx(share)
+
+
+def test_without_staleness_the_learner_always_waits() -> None:
+    demand = Demand(batch_groups=20, train_s=2.0, max_staleness=0)
+    workers = [Timing(5.0, broadcast_s=1.0, latency_s=3.0)] * 2
+    # One after the other: broadcast, the last group's way, generation of 20 groups at 10 per second, update.
+    assert update_period_s(demand, workers) == pytest.approx(1 + 3 + 2 + 2)
+    assert math.isinf(assess(demand, workers).required_rate)
+
+
+def test_with_too_little_capacity_the_period_is_generation_and_the_broadcasts_part() -> None:
+    demand = Demand(64, 20.0, 6)
+    workers = [Timing(0.3, 30.0)] * 8
+    assert update_period_s(demand, workers) == pytest.approx(64 / 2.4 + 30 / 5)
+    assert expected_utilization(demand, workers) == pytest.approx(20 / (64 / 2.4 + 6))
+
+
+@given(
+    staleness=st.integers(0, 12),
+    batch=st.integers(1, 64),
+    train_s=st.floats(0.5, 60),
+    workers=st.lists(
+        st.tuples(st.floats(0.01, 5), st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=6
+    ),
+)
+def test_more_workers_never_make_the_learner_slower(
+    staleness: int, batch: int, train_s: float, workers: list[tuple[float, float, float]]
+) -> None:
+    demand = Demand(batch, train_s, staleness)
+    timings = [Timing(*worker) for worker in workers]
+    fewer, more = update_period_s(demand, timings[:-1]), update_period_s(demand, timings)
+    assert train_s <= more <= fewer * (1 + 1e-6)
+
+
+def test_nobody_makes_nothing() -> None:
+    assert update_period_s(Demand(1, 1.0, 1), []) == math.inf
+    assert update_period_s(Demand(1, 1.0, 1), [Timing(0.0)]) == math.inf
+    assert assess(Demand(1, 1.0, 1), []).advice[0].knob == "workers"
+
+
+def test_advice_when_no_amount_suffices_names_the_least_change_of_each_knob() -> None:
+    demand = Demand(64, 20.0, 2)
+    assessment = assess(demand, [Timing(0.5, broadcast_s=30.0, latency_s=15.0)] * 8)
+    assert not assessment.feasible
+    advice = {one.knob: one.value for one in assessment.advice}
+    # S = 3: κ = 2, starts from 30 s on, until 40 s (κ·T), and the last that counts at 60 − 15.
+    assert advice["max_staleness"] == 3
+    # κ·T must exceed 30 s: T grows with the batch, 96 groups would take exactly 30 s.
+    assert advice["batch_groups"] == 97
+    # Ready in under min(κ·T, S·T − 15) = 20 s.
+    assert advice["bandwidth"] == pytest.approx(1.5)
+
+
+def test_advice_when_workers_are_missing_says_how_many_and_what_else_would_do() -> None:
+    assessment = assess(Demand(64, 20.0, 6), [Timing(0.5, 30.0)] * 8)
+    advice = {one.knob: one.value for one in assessment.advice}
+    assert assessment.required_rate == pytest.approx(5 * 64 / 70)
+    assert assessment.ratio == pytest.approx(4 / (5 * 64 / 70))
+    assert advice["workers"] == pytest.approx(5 * 64 / 70 - 4)
+    # With S: κR/(κT − B) ≤ 4 from κ = 7.5 on.
+    assert advice["max_staleness"] == 9
+    # B ≤ 20 s is enough: 100 − 80.
+    assert advice["bandwidth"] == pytest.approx(1.5)
+
+
+def test_pacing_must_allow_what_is_being_made() -> None:
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 0.0) == 1
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.0) == 2
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.1) == 3
+    tight = Demand(16, 10.0, 8, pacing_batches=2)
+    knobs = [one.knob for one in assess(tight, [Timing(10.0, 0.0, latency_s=25.0)]).advice]
+    assert knobs == ["pacing_batches"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch_groups": 0},
+        {"train_s": 0.0},
+        {"train_s": math.inf},
+        {"max_staleness": -1},
+        {"publish_every": 7},
+        {"publish_every": 0},
+    ],
+)
+def test_a_demand_that_no_run_can_have_is_refused(values: dict[str, float]) -> None:
+    sound: dict[str, float] = {"batch_groups": 8, "train_s": 1.0, "max_staleness": 5}
+    with pytest.raises(ValueError):
+        Demand(**(sound | values))  # type: ignore[arg-type]
