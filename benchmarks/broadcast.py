@@ -87,7 +87,8 @@ def main() -> None:
                 CONTROL_ROWS[name], results.chunk_size, arguments.control_s
             )
             results.save()
-    print(broadcast_table(results.rows))
+    if results.rows:
+        print(broadcast_table(results.rows))
     if results.control:
         print(control_table(results.control))
     if arguments.plot:

@@ -136,6 +136,8 @@ def _be_child(
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        # Whatever the parent has put in their place is the parent's.
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         if namespace is not None:
             enter(namespace)
         work(channel, *arguments)

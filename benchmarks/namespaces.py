@@ -70,20 +70,34 @@ def _set(descriptor: int, name: str) -> None:
 
 
 def remove_run(prefix: str) -> int:
-    """Kill everything inside the namespaces of one run and remove them and its files; how many there were."""
+    """Kill all inside the namespaces of one run and remove them and its files; how many there were.
+
+    Several processes may do this at the same time.
+    """
     names = _names(prefix)
     for name in names:
-        for pid in ip("netns", "pids", name).split():
+        for pid in _inside(name):
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     for name in names:
         deadline = time.monotonic() + 5
-        while ip("netns", "pids", name).strip() and time.monotonic() < deadline:
-            time.sleep(0.02)  # a killed process of somebody else's cannot be waited for
-        ip("netns", "delete", name)
+        while _inside(name) and time.monotonic() < deadline:
+            time.sleep(0.02)  # a process of another parent cannot be waited for
+        try:
+            ip("netns", "delete", name)
+        except LabError:
+            if name in _names(prefix):
+                raise
     for path in SCRATCH.glob(f"{prefix}*"):
         shutil.rmtree(path, ignore_errors=True)
     return len(names)
+
+
+def _inside(name: str) -> list[int]:
+    try:
+        return [int(pid) for pid in ip("netns", "pids", name).split()]
+    except LabError:
+        return []  # removed meanwhile
 
 
 def remove_dead_runs() -> int:
