@@ -78,8 +78,12 @@ def rollout_group(
     rewards: list[float] | None = None,
     vocabulary: int = VOCABULARY,
     prompt_ids: list[int] | None = None,
+    spans: int = 1,
 ) -> tuple[RolloutGroup, list[int]]:
-    """A group with random tokens and log-probs, the same for the same number, and its prompt."""
+    """A group with random tokens and log-probs, the same for the same number, and its prompt.
+
+    Its weights changed in flight `spans` − 1 times: after the first token, after the second, …
+    """
     rng = np.random.default_rng(number)
     rewards = rewards if rewards is not None else [1.0, 0.0, 0.0, 1.0]
     prompt = prompt_ids or rng.integers(0, vocabulary, size=int(rng.integers(2, 12))).tolist()
@@ -90,7 +94,7 @@ def rollout_group(
             Completion.build(
                 rng.integers(0, vocabulary, size=count).tolist(),
                 (-rng.uniform(1.0, 5.0, size=count)).tolist(),
-                [(version, count)],
+                version_runs(version, count, spans),
                 "length" if count == 8 else "stop",
             )
         )
@@ -106,6 +110,12 @@ def rollout_group(
         rewards=rewards,
     )
     return group, prompt
+
+
+def version_runs(version: int, count: int, spans: int) -> list[tuple[int, int]]:
+    """One token of each version but the last."""
+    runs = [(version + place, 1) for place in range(min(spans, count))]
+    return [*runs[:-1], (runs[-1][0], count - len(runs) + 1)]
 
 
 def group_name(number: int) -> bytes:

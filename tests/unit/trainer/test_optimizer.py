@@ -23,6 +23,13 @@ def test_warm_up_is_linear(warmup: int, updates: int, expected: float) -> None:
     assert learning_rate(algorithm, updates) == 0.5 * expected
 
 
+def test_a_batch_that_is_worth_fewer_completions_gets_a_smaller_step() -> None:
+    algorithm = AlgorithmSpec(learning_rate=0.5, warmup_updates=2, ess_lr_scaling=True)
+    assert learning_rate(algorithm, 0, ess_ratio=0.25) == pytest.approx(0.5 * 0.5 * 0.5)
+    assert learning_rate(algorithm, 5, ess_ratio=1.0) == 0.5
+    assert learning_rate(AlgorithmSpec(learning_rate=0.5), 5, ess_ratio=0.25) == 0.5
+
+
 def test_the_first_step_is_adamws() -> None:
     algorithm = AlgorithmSpec(learning_rate=0.01, weight_decay=0.1, max_grad_norm=1e6)
     policy = Policy(tiny_model())
