@@ -137,7 +137,7 @@ def _be_child(
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         # Whatever the parent has put in their place is the parent's.
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
         if namespace is not None:
             enter(namespace)
         work(channel, *arguments)
