@@ -45,12 +45,7 @@ def check_group(
         )
     if group.task != assigned_task(spec.tasks, run_id, sender, group.policy, group.version, group.counter):
         raise Refused(RefusalReason.WRONG_SEED, "the task is not the one assigned to this counter")
-    size = spec.sampling.group_size
-    if len(group.completions) != size or len(group.rewards) != size:
-        raise Refused(
-            RefusalReason.RAGGED_GROUP,
-            f"{len(group.completions)} completions and {len(group.rewards)} rewards, the run wants {size}",
-        )
+    _check_size(group, spec)
     for index, completion in enumerate(group.completions):
         _check_completion(completion, index, spec.sampling.max_new_tokens, vocabulary_size)
     if oldest_version(group) != group.version:
@@ -65,6 +60,25 @@ def check_group(
     lag = staleness(learner_version, oldest_version(group))
     if lag > spec.max_staleness:
         raise Refused(RefusalReason.TOO_STALE, f"{lag} versions behind, the bound is {spec.max_staleness}")
+
+
+def _check_size(group: RolloutGroup, spec: RunSpec) -> None:
+    """Whole groups, and those of which enough completions were finished and the others are named."""
+    size, count, lost = spec.sampling.group_size, len(group.completions), group.lost
+    if count + len(lost) != size or len(group.rewards) != count:
+        raise Refused(
+            RefusalReason.RAGGED_GROUP,
+            f"{count} completions, {len(lost)} lost and {len(group.rewards)} rewards, the run wants {size}",
+        )
+    if any(later <= earlier for earlier, later in pairwise(lost)) or any(place >= size for place in lost):
+        raise Refused(
+            RefusalReason.RAGGED_GROUP, "the places of lost completions do not ascend below the size"
+        )
+    if count < min(spec.trust.min_completions, size):
+        raise Refused(
+            RefusalReason.RAGGED_GROUP,
+            f"{count} of {size} completions, the run wants at least {spec.trust.min_completions}",
+        )
 
 
 def _check_completion(

@@ -14,6 +14,8 @@ from protocol.tasks import TaskRef
 
 TokenId = Annotated[int, Field(ge=0, le=limits.MAX_TOKEN_ID)]
 
+GroupPlace = Annotated[int, Field(ge=0, lt=limits.MAX_GROUP_SIZE)]
+
 Role = Literal["learner", "worker", "relay", "peer"]
 """`peer` is a node that is the learner and the worker of its own policy (preset `swarm`)."""
 
@@ -165,6 +167,15 @@ class RolloutGroup(Message):
     completions: Annotated[list[Completion], Field(min_length=1, max_length=limits.MAX_GROUP_SIZE)]
     rewards: Annotated[list[Finite], Field(min_length=1, max_length=limits.MAX_GROUP_SIZE)]
     """What the sender says each completion earned. Receivers recompute it."""
+    lost: Annotated[list[GroupPlace], Field(max_length=limits.MAX_GROUP_SIZE)] = Field(default_factory=list)
+    """Places of the completions that were begun and never finished (a crash, a time-out), ascending. The
+    others keep theirs: a completion's noise is that of its place."""
+
+    @property
+    def places(self) -> list[int]:
+        """The place of each completion in the group as it was begun."""
+        lost = set(self.lost)
+        return [place for place in range(len(self.completions) + len(self.lost)) if place not in lost]
 
 
 def prompt_hash(prompt_ids: list[int]) -> bytes:

@@ -47,6 +47,8 @@ class TrustRules(Message):
 
     require_seeded: bool = True
     reward_tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    min_completions: Annotated[int, Field(ge=1, le=limits.MAX_GROUP_SIZE)] = 2
+    """How many completions of a group must have been finished; the whole group where that is smaller."""
 
 
 class RunSpec(Message):

@@ -12,7 +12,7 @@ from protocol.admission import LOGPROB_FLOOR, check_group
 from protocol.identity import Identity
 from protocol.messages import Completion, RolloutGroup, VersionRun
 from protocol.refusals import RefusalReason, Refused
-from protocol.run_spec import RunSpec
+from protocol.run_spec import RunSpec, TrustRules
 from protocol.tasks import TaskRef, assigned_task
 
 POLICY = bytes(range(32))
@@ -169,6 +169,29 @@ def test_too_few_or_too_many_completions_or_rewards(make_group: MakeGroup, reaso
         {"rewards": [1.0] * 3},
     ):
         assert reason(make_group(**changes)) is RefusalReason.RAGGED_GROUP
+
+
+def test_a_group_may_have_lost_completions_if_it_names_them_and_two_survive(
+    make_group: MakeGroup, check: Check, reason: Reason, spec: RunSpec
+) -> None:
+    sampling = spec.sampling.model_copy(update={"group_size": 4})
+    wide = spec.model_copy(update={"sampling": sampling})
+    one = make_group().completions[0]
+
+    def survivors(count: int, lost: list[int]) -> RolloutGroup:
+        return make_group(
+            sampling=sampling, completions=[one] * count, rewards=[1.0] * count, lost=lost, version=5
+        )
+
+    group = survivors(2, [0, 2])
+    check(group, spec=wide)
+    assert RolloutGroup.decode(group.encode()).places == [1, 3]
+    check(survivors(3, [3]), spec=wide)
+    for count, lost in ((1, [0, 1, 2]), (2, [2, 0]), (2, [1, 1]), (3, [4]), (2, []), (4, [0])):
+        assert reason(survivors(count, lost), spec=wide) is RefusalReason.RAGGED_GROUP
+    strict = wide.model_copy(update={"trust": TrustRules(min_completions=64)})
+    check(survivors(4, []), spec=strict)
+    assert reason(survivors(3, [3]), spec=strict) is RefusalReason.RAGGED_GROUP
 
 
 def test_tokens_and_logprobs_of_different_length(make_group: MakeGroup, reason: Reason) -> None:

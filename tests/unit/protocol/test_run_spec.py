@@ -23,7 +23,7 @@ def test_the_run_id_is_the_hash_of_the_encoded_spec(spec: RunSpec) -> None:
 
 
 def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
-    assert spec.run_id.hex() == "717a90649e3ee1a3562add55dfe967fed5e407ebaa7319fefe093aef38e334bf"
+    assert spec.run_id.hex() == "46501f7a09d7452a7bbc37736751ff73eaf58f32fe43d34ed3638a6cd96c45fc"
 
 
 @pytest.mark.parametrize(
