@@ -6,14 +6,19 @@ few fractions whole by cost per group; then single workers are dropped and swapp
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
-from swarmnode.scheduler.problem import Chosen, Floats, Problem, Solution, linear_form
+from swarmnode.scheduler.problem import Chosen, Floats, Numbers, Problem, Solution, linear_form
 
 MAX_ROUNDS = 2
 MAX_SWAPS = 200
+FEW = 64
+"""Chosen workers up to which exchanges of two are tried: among many, single swaps come close enough."""
+PAIR_CANDIDATES = 24
+PAIR_TRIALS = 200
+MAX_RAISES = 10
 CANDIDATES = 150
 """Workers on each side of a swap that are looked at: the dearest chosen and the cheapest others, per group.
 """
@@ -63,7 +68,7 @@ def _round(problem: Problem, deviation: float) -> Solution | None:
     worth = shadow_cost / np.maximum(weights, 1e-12)
     worth[weights <= 0] = np.inf
     state = _State(problem, weights, need, chosen=share > 1 - 1e-6, expected=float(problem.mean @ share))
-    if not state.complete(np.lexsort((worth, -share))):
+    if not state.complete(np.lexsort((worth, -share))) and not state.raise_capacity(worth):
         return None
     state.improve(worth)
     if not problem.is_solution(state.chosen):
@@ -126,7 +131,7 @@ class _State:
         self.owned[problem.owner[index]] += sign * problem.mean[index]
         self.money_left -= sign * float(problem.price[index])
 
-    def complete(self, order: npt.NDArray[np.int64]) -> bool:
+    def complete(self, order: Numbers) -> bool:
         """Choose in this order what the limits allow until there is enough."""
         problem = self.problem
         self._trim_owners()
@@ -163,23 +168,66 @@ class _State:
             self.turn(int(members[problem.mean[members].argmin()]))
 
     def improve(self, worth: Floats) -> None:
-        """Drop or swap single workers while that saves."""
+        """Drop or swap workers while that saves."""
         for _ in range(MAX_SWAPS):
             swap = self._best_swap(worth)
+            if swap is None and int(self.chosen.sum()) <= FEW:
+                swap = self._best_exchange(worth)
             if swap is None:
                 return
-            out, inside = swap
-            self.turn(out)
-            if inside is not None:
-                self.turn(inside)
+            for index in swap:
+                self.turn(index)
 
-    def _best_swap(self, worth: Floats) -> tuple[int, int | None] | None:
-        """(who goes, who comes or None) that saves most within the limits."""
-        problem = self.problem
+    def _candidates(self, worth: Floats, count: int) -> tuple[Numbers, Numbers]:
+        """The dearest chosen and the cheapest others, by cost per group."""
         members = np.flatnonzero(self.chosen)
         others = np.flatnonzero(~self.chosen & (self.weights > 0))
-        goes = members[np.argsort(-worth[members])[:CANDIDATES]]
-        comes = others[np.argsort(worth[others])[:CANDIDATES]]
+        return members[np.argsort(-worth[members])[:count]], others[np.argsort(worth[others])[:count]]
+
+    def _best_exchange(self, worth: Floats) -> list[int] | None:
+        """Up to two who go for up to two who come: among few, one large worker may do for two small ones."""
+        goes, comes = self._candidates(worth, PAIR_CANDIDATES)
+        outs, ins = _up_to_two(goes)[1:], _up_to_two(comes)
+        cost, weight = self.problem.cost, self.weights
+        saves = _totals(cost, outs)[:, None] - _totals(cost, ins)[None, :]
+        fits = self.spare - _totals(weight, outs)[:, None] + _totals(weight, ins)[None, :] >= 0
+        return self._first_within_limits(np.where(fits, saves, 0.0), outs, ins)
+
+    def raise_capacity(self, worth: Floats) -> bool:
+        """Exchange workers for ones that bring more, where limits left too little room to add any."""
+        for _ in range(MAX_RAISES):
+            if self.spare >= 0:
+                break
+            goes, comes = self._candidates(worth, PAIR_CANDIDATES)
+            outs, ins = _up_to_two(goes), _up_to_two(comes)
+            gain = _totals(self.weights, ins)[None, :] - _totals(self.weights, outs)[:, None]
+            turned = self._first_within_limits(np.minimum(gain, -self.spare), outs, ins)
+            if turned is None:
+                break
+            for index in turned:
+                self.turn(index)
+        return self.spare >= 0 and not self.problem.broken_limits(self.chosen)
+
+    def _first_within_limits(
+        self, value: Floats, outs: list[list[int]], ins: list[list[int]]
+    ) -> list[int] | None:
+        """The most valuable exchange of value [outs, ins] that breaks no limit; None if none has a value."""
+        flat = value.ravel()
+        for position in np.argsort(-flat, kind="stable")[:PAIR_TRIALS]:
+            if flat[position] <= 1e-9:
+                break
+            row, column = divmod(int(position), len(ins))
+            turned = [*outs[row], *ins[column]]
+            tried = self.chosen.copy()
+            tried[turned] = ~tried[turned]
+            if not self.problem.broken_limits(tried):
+                return turned
+        return None
+
+    def _best_swap(self, worth: Floats) -> list[int] | None:
+        """One who goes, and perhaps one who comes, that saves most within the limits."""
+        problem = self.problem
+        goes, comes = self._candidates(worth, CANDIDATES)
         # A last column of nobody: the one who goes is only dropped.
         cost = np.append(problem.cost[comes], 0.0)
         weight = np.append(self.weights[comes], 0.0)
@@ -214,4 +262,14 @@ class _State:
         if not saves.size or saves.max() <= 1e-9:
             return None
         row, column = np.unravel_index(int(saves.argmax()), saves.shape)
-        return int(goes[row]), int(comes[column]) if column < len(comes) else None
+        return [int(goes[row]), *map(int, comes[column : column + 1])]
+
+
+def _up_to_two(indices: Numbers) -> list[list[int]]:
+    """Nobody, each one, each two."""
+    each = [int(index) for index in indices]
+    return [[], *([one] for one in each), *(list(two) for two in combinations(each, 2))]
+
+
+def _totals(column: Floats, sets: list[list[int]]) -> Floats:
+    return np.array([sum(float(column[index]) for index in one) for one in sets])

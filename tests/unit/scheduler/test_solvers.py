@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.offer_tables import random_problem
 from swarmnode.scheduler.exact import solve_exact
 from swarmnode.scheduler.greedy import most_capacity, solve_greedy
 from swarmnode.scheduler.problem import Problem
-from tests.unit.scheduler.tables import random_problem
 
 
 def best_of_all(problem: Problem) -> float:
