@@ -37,6 +37,18 @@ NODE_GAUGES = {
     "reward": ("node_reward", "Mean reward of the node's latest update"),
     "accuracy": ("node_held_out_accuracy", "Held-out accuracy of the node's policy, 0 to 1"),
 }
+UPDATE_GAUGES = {
+    "tokens": "Tokens trained on",
+    "entropy": "Entropy of the policy, nats per token",
+    "ratio_mean": "Mean of the policy's probability of a token over the behavior policy's",
+    "ratio_max": "Largest of these ratios",
+    "kl": "Divergence of the behavior policy from the policy, nats per token",
+    "token_ess_ratio": "Effective share of the tokens under these ratios",
+    "ess_ratio": "Effective share of the completions under these ratios",
+    "clip_fraction": "Share of tokens whose ratio the loss clipped",
+    "mask_fraction": "Share of tokens that a correction masked",
+}
+"""Figures of the last update: of all its tokens (age "all") and by how many versions ago they were made."""
 NODE_COUNTERS = {
     "accepted": ("node_groups_accepted", "The node's rollout groups that were accepted"),
     "refused": ("node_groups_refused", "The node's rollout groups that were refused"),
@@ -114,6 +126,8 @@ def _from_state(state: Mapping[str, Any]) -> Iterable[Metric]:
     )
     yield from _gauge("held_out_accuracy", "Latest evaluation, 0 to 1", learner.get("eval_after"), label)
 
+    yield from _last_update(learner, label)
+
     for field, (name, text) in GROUP_COUNTERS.items():
         yield from _counter(name, text, groups.get(field))
     yield from _gauge(
@@ -122,6 +136,19 @@ def _from_state(state: Mapping[str, Any]) -> Iterable[Metric]:
     yield _refused(_mapping(state.get("refused")))
     yield from _staleness(_mapping(state.get("staleness")), _number(run.get("max_staleness")))
     yield from _nodes(state.get("nodes"))
+
+
+def _last_update(learner: Mapping[Any, Any], label: Mapping[str, str]) -> Iterable[Metric]:
+    if not learner:
+        return
+    halted = float(learner.get("halted") is not None)
+    yield from _gauge("training_halted", "1 when training stopped for good; the page says why", halted, label)
+    ages = {"all": learner.get("metrics"), **_mapping(learner.get("by_age"))}
+    for field, text in UPDATE_GAUGES.items():
+        family = GaugeMetricFamily(f"swarmnode_update_{field}", text, labels=[*label, "age"])
+        for age, figures in ages.items():
+            _add(family, [*label.values(), str(age)], _mapping(figures).get(field))
+        yield family
 
 
 def _refused(refused: Mapping[Any, Any]) -> Metric:

@@ -149,6 +149,23 @@ def test_the_page_follows_a_changing_state(watched: Watched) -> None:
     assert watched.complaints == []
 
 
+def test_the_last_update_is_shown_by_the_age_of_its_tokens_and_a_halt_in_red(watched: Watched) -> None:
+    watched.open()
+    rows = watched.page.locator("#ages-rows tr")
+    expect(rows).to_have_count(3)
+    assert rows.nth(2).locator("th, td").all_inner_texts() == [
+        *("3–4", "420", "1.310", "3.930", "0.155", "76.3 %", "1.0 %", "0.0 %", "0.550"),
+    ]
+    assert watched.page.locator("#ages-heads th").count() == 9
+    reason = "training halted: the policy has collapsed, entropy was below 0.001 for 5 updates"
+    watched.state["learner"] |= {"state": reason, "halted": reason}
+    expect(watched.page.locator("#doing.bad")).to_have_text(f" · {reason}")
+    watched.state["learner"] |= {"state": "training", "halted": None, "by_age": {}}
+    expect(watched.page.locator("#ages")).to_be_hidden()
+    assert not watched.page.locator("#doing.bad").count()
+    assert watched.complaints == []
+
+
 def test_an_empty_state_and_a_missing_policy_are_shown_calmly(watched: Watched) -> None:
     watched.state |= {
         "policy": None,
@@ -290,7 +307,7 @@ def test_nothing_is_cut_off(watched: Watched, width: int, scheme: str) -> None:
     assert watched.page.evaluate("document.documentElement.scrollWidth") == width
     table = watched.page.locator("#nodes-table")
     assert table.evaluate("box => box.scrollWidth - box.clientWidth") == 0
-    assert watched.page.get_by_role("row").count() == 5
+    assert watched.page.locator("#nodes-table").get_by_role("row").count() == 5
     colours = watched.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert colours == ("rgb(18, 21, 26)" if scheme == "dark" else "rgb(245, 246, 248)")
     assert watched.complaints == []

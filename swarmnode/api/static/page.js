@@ -3,7 +3,9 @@
 import { LineChart } from "./charts.js";
 import { Feed } from "./feed.js";
 import { byId, clock, count, decimal, isNumber, percent, plural, setText, words } from "./format.js";
-import { NodesTable, showContribution, showEvents, showFacts, showGroups, showRefused, showStaleness } from "./panels.js";
+import {
+  NodesTable, showAges, showContribution, showEvents, showFacts, showGroups, showRefused, showStaleness,
+} from "./panels.js";
 
 const TOKEN_KEY = "swarmnode-token";
 
@@ -84,6 +86,7 @@ function show(state) {
   setText(byId("run-kind"), [run.preset, run.mode].filter(Boolean).join(" · "));
   const doing = learner ? learner.state || "starting" : node.state;
   setText(byId("doing"), doing ? ` · ${doing}` : "");
+  byId("doing").classList.toggle("bad", Boolean(learner?.halted));
   setText(byId("me-name"), node.name ?? "");
   const order = policyOrder(state);
   showAccuracy(state, order);
@@ -94,6 +97,7 @@ function show(state) {
   rewardChart.update(points(series.reward), order);
   nodesTable.update(nodes);
   showStaleness(state);
+  showAges(learner);
   showRefused(state);
   showGroups(state);
   showContribution(state);

@@ -2,7 +2,7 @@
 
 import { svg, text } from "./charts.js";
 import {
-  ago, byId, clock, count, duration, element, isNumber, megabytes, percent, plural, rate, setFacts, setText, shortKey, words,
+  ago, byId, clock, count, decimal, duration, element, isNumber, megabytes, percent, plural, rate, setFacts, setText, shortKey, words,
 } from "./format.js";
 
 const MAX_ROWS = 200;
@@ -213,6 +213,43 @@ function drawBars(bars, width, bound, label) {
   }
   picture.append(text("versions behind when trained on", { class: "tick", x: w / 2, y: h - 2, "text-anchor": "middle" }));
   return picture;
+}
+
+const AGE_COLUMNS = [
+  ["Versions ago", (age) => (age <= 2 ? `${age}` : `${age / 2 + 1}–${age}`)],
+  ["Tokens", (_, row) => count(row.tokens)],
+  ["Mean ratio", (_, row) => decimal(row.ratio_mean)],
+  ["Largest ratio", (_, row) => decimal(row.ratio_max)],
+  ["KL to μ", (_, row) => decimal(row.kl)],
+  ["Effective", (_, row) => percent(row.token_ess_ratio)],
+  ["Clipped", (_, row) => percent(row.clip_fraction)],
+  ["Masked", (_, row) => percent(row.mask_fraction)],
+  ["Entropy", (_, row) => decimal(row.entropy)],
+];
+
+// One line per age of the tokens of the last update: where staleness hurts, it shows here first.
+export function showAges(learner) {
+  const rows = Object.entries(learner?.by_age ?? {})
+    .map(([age, row]) => [Number(age), row])
+    .sort((a, b) => a[0] - b[0]);
+  byId("ages").hidden = !rows.length;
+  const cells = rows.map(([age, row]) => AGE_COLUMNS.map(([, value]) => value(age, row)));
+  replaceWhenChanged(byId("ages-heads"), AGE_COLUMNS.length, () =>
+    AGE_COLUMNS.map(([title]) => headCell(title, "col")),
+  );
+  replaceWhenChanged(byId("ages-rows"), cells, () =>
+    cells.map((line) => {
+      const made = element("tr");
+      made.append(headCell(line[0], "row"), ...line.slice(1).map((value) => element("td", "", value)));
+      return made;
+    }),
+  );
+}
+
+function headCell(title, scope) {
+  const made = element("th", "", title);
+  made.scope = scope;
+  return made;
 }
 
 function reasonList(refused) {

@@ -46,6 +46,21 @@ def curve(
     ]
 
 
+def figures(entropy: float, ratio: float) -> dict[str, float]:
+    """What an update says of some of its tokens."""
+    return {
+        "tokens": 420.0,
+        "entropy": entropy,
+        "ratio_mean": ratio,
+        "ratio_max": 3 * ratio,
+        "kl": (ratio - 1) / 2,
+        "token_ess_ratio": 1 / ratio,
+        "ess_ratio": 1 / ratio**2,
+        "clip_fraction": 0.01,
+        "mask_fraction": 0.0,
+    }
+
+
 def example_state() -> dict[str, Any]:
     return {
         "node": {
@@ -77,6 +92,9 @@ def example_state() -> dict[str, Any]:
             "eval_before": 0.328125,
             "eval_after": 0.84375,
             "final": False,
+            "halted": None,
+            "metrics": {"loss": 0.02, **figures(0.61, 1.02)},
+            "by_age": {"0": figures(0.62, 1.0), "1": figures(0.6, 1.03), "4": figures(0.55, 1.31)},
         },
         "nodes": [
             node_row("amber-learner", "learner", key="ab" * 32, self=True, version=58, groups_per_min=0.0,

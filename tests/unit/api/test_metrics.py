@@ -44,6 +44,17 @@ def test_the_state_is_told_with_its_values() -> None:
     assert value(samples, "swarmnode_api_denied_requests_total", reason="host") == 3
 
 
+def test_the_last_update_is_told_as_a_whole_and_by_the_age_of_its_tokens() -> None:
+    samples = scrape(example_state())
+    assert value(samples, "swarmnode_update_ratio_mean", policy="fleet", age="all") == 1.02
+    assert value(samples, "swarmnode_update_ratio_mean", policy="fleet", age="4") == 1.31
+    assert value(samples, "swarmnode_update_entropy", policy="fleet", age="0") == 0.62
+    assert value(samples, "swarmnode_training_halted", policy="fleet") == 0
+    halted = example_state()
+    halted["learner"]["halted"] = "training halted: the policy has collapsed"
+    assert value(scrape(halted), "swarmnode_training_halted", policy="fleet") == 1
+
+
 def test_staleness_is_a_cumulative_histogram_that_ends_at_the_bound() -> None:
     samples = scrape(example_state())  # 310, 402, 121, 17 groups at staleness 0, 1, 2, 3
     buckets = [
