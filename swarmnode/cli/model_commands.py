@@ -37,6 +37,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     for asset in spec.model.assets:
         shutil.copyfile(model_path / asset.path, out / asset.path)
+    assert stored.weights_path is not None
     shutil.copyfile(stored.weights_path, out / WEIGHTS_NAME)
     config_path = out / "config.json"
     values = json.loads(config_path.read_text(encoding="utf-8"))
@@ -72,6 +73,7 @@ def evaluate(
             threads=config.engine.threads,
             max_batch_sequences=config.engine.max_batch_sequences,
         )
+        assert stored.weights_path is not None
         engine.load(stored.weights_path, stored.manifest.version)
         progress.update(bar, description="answering")
         result = evaluate_engine(
@@ -103,10 +105,10 @@ def _find_version(spec: RunSpec, directory: DataDirectory, version: int | None) 
     versions = VersionStore(directory.policies_path, spec.run_id)
     versions.scan()
     own = directory.load_identity().key
-    policy = own if versions.versions(own) else next(iter(spec.learners), own)
-    stored = versions.get(policy, version)
+    policy = own if versions.complete(own) else next(iter(spec.learners), own)
+    held = {stored.version: stored for stored in versions.complete(policy)}
+    stored = held.get(max(held, default=0) if version is None else version)
     if stored is None:
-        held = versions.versions(policy)
         here = (
             f"versions here: {', '.join(map(str, held))}"
             if held

@@ -1,5 +1,6 @@
 """The contract of a rollout engine: exact about what it sampled, swaps weights in place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -42,6 +43,16 @@ class Engine(Protocol):
 
     def load(self, path: Path, version: int) -> None:
         """Replace the weights by those of a safetensors file. Raises `LoadError` and keeps the old ones."""
+        ...
+
+    def patch(self, deltas: Sequence[Path], version: int) -> None:
+        """Turn the loaded version into `version` by deltas (`protocol.delta`), the first made for the loaded
+        one and each other for the one before it. Raises `LoadError` and keeps the old weights."""
+        ...
+
+    @property
+    def patch_obstacle(self) -> str | None:
+        """Why no delta can be applied to what is loaded; None when it can."""
         ...
 
     def generate(

@@ -18,7 +18,9 @@ from transformers.initialization import no_init_weights
 from swarmnode.engines.base import GroupRequest, LoadError, SampledCompletion
 from swarmnode.engines.gumbel_torch import sample_rows, signed_seed
 from swarmnode.engines.kv_cache import cache_bytes_per_token, decoding_cache
+from swarmnode.engines.layout import Layout, read_layout
 from swarmnode.engines.memory import refuse_unless_fits
+from swarmnode.engines.patching import LivePatch
 from swarmnode.engines.weights import read_weights, swap_weights
 from swarmnode.environments.prompt import load_tokenizer
 
@@ -79,6 +81,7 @@ class TransformersEngine:
         self._device = _usable_device(device)
         self._dtype = DTYPES[dtype]
         self._version: int | None = None
+        self._layout: Layout | None = None
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
         self._config = _load_config(model_dir)
@@ -125,14 +128,41 @@ class TransformersEngine:
 
         `check` runs with the new weights in place and may raise `LoadError`.
         """
-        previous = swap_weights(self._model, read_weights(path, self._model))
+        tensors, layout = read_weights(path, self._model), read_layout(path)
+        previous = swap_weights(self._model, tensors)
         try:
             if check is not None:
                 check()
         except BaseException:
             swap_weights(self._model, previous)
             raise
+        self._version, self._layout = version, layout
+
+    def patch(self, deltas: Sequence[Path], version: int, check: Callable[[], None] | None = None) -> None:
+        """See `Engine.patch`; `check` is that of `load`."""
+        patch = self._new_patch()
+        try:
+            for path in deltas:
+                patch.apply(path)
+            if check is not None:
+                check()
+        except BaseException:
+            patch.undo()
+            raise
         self._version = version
+
+    @property
+    def patch_obstacle(self) -> str | None:
+        try:
+            self._new_patch()
+        except LoadError as error:
+            return str(error)
+        return None
+
+    def _new_patch(self) -> LivePatch:
+        if self._layout is None:
+            raise LoadError("no version is loaded that a delta could change")
+        return LivePatch(self._model, self._layout)
 
     @torch.inference_mode()
     def probe(self, token_ids: list[int]) -> list[float]:

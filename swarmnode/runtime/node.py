@@ -43,7 +43,7 @@ from swarmnode.runtime.sequence_numbers import SequenceNumbers
 from swarmnode.runtime.state import StateBuilder
 from swarmnode.runtime.store_thread import StoreThread
 from swarmnode.runtime.version_store import VersionStore
-from swarmnode.runtime.weight_follower import serve_manifests
+from swarmnode.runtime.weight_manifests import serve_manifests
 from swarmnode.store import Store
 
 log = logging.getLogger(__name__)

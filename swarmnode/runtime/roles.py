@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,8 @@ LAST_RECEIPTS_S = 1.5
 VERIFIER_GRACE_S = 1.0
 """It is stopped last, and what it has in hand comes again."""
 ANNOUNCE_TIMEOUT_S = 5.0
+MAX_SERVED = 16
+"""Versions that a node tells others it holds: they are in every presence message."""
 
 
 class Roles:
@@ -81,6 +83,7 @@ class Roles:
                 "policy": learner.policy,
                 "model_dir": str(node.model_path),
                 "data_dir": str(node.directory.root),
+                "newest_published": learner.newest_published,
                 "settings": settings.model_dump(),
             },
             on_message=learner.on_learner_message,
@@ -149,7 +152,9 @@ class Roles:
             versions=node.versions,
             policies_path=node.directory.policies_path,
             holders=partial(self._holders, policy),
+            providers=node.discovery.connected,
             on_version=self._on_version,
+            on_withdrawn=self._on_withdrawn,
             on_event=node.journal.event,
             on_refusal=node.count_refusal,
         )
@@ -283,13 +288,17 @@ class Roles:
         if self.worker is not None:
             self.worker.offer_version(stored)
 
+    def _on_withdrawn(self, versions: Sequence[int]) -> None:
+        if self.worker is not None:
+            self.worker.withdraw_versions(versions)
+
     def _on_accepted(self, envelope: bytes, group: RolloutGroup, receipt: Receipt) -> None:
         if self.sharing is not None:
             self.nursery.start_soon(self.sharing.share, envelope, group, receipt)
 
     def _holders(self, policy: bytes, version: int | None) -> list[PeerId]:
-        """Connected peers that say they serve a version; the learner of the policy comes first in any
-        case."""
+        """Connected peers that say they hold something of a version; the learner of the policy comes first in
+        any case."""
         holders: list[PeerId] = []
         for peer in self._node.discovery.connected():
             member = self._node.discovery.member(NodeKey(peer))
@@ -338,7 +347,7 @@ class Roles:
         """What this node holds of its policy."""
         if self.policy is None:
             return []
-        served = self._node.versions.versions(self.policy)[-8:]
+        served = self._node.versions.versions(self.policy)[-MAX_SERVED:]
         version = self.version
         if version is None:
             return []
@@ -351,8 +360,8 @@ class Roles:
             return self.learner.status.version
         if self.worker is not None:
             return self.worker.loaded_version
-        held = self._node.versions.versions(self.policy) if self.policy is not None else []
-        return held[-1] if held else None
+        held = self._node.versions.complete(self.policy) if self.policy is not None else []
+        return held[-1].version if held else None
 
     def figures(self) -> dict[str, Any]:
         """The measured part of a presence message."""

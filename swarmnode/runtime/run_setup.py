@@ -18,7 +18,7 @@ from swarmnode.config import ConfigError, RunSection
 from swarmnode.data_directory import DataDirectory, DataError, atomic_write
 from swarmnode.models import ModelNotFound, resolve_model
 from swarmnode.models.tiny_tasks import DEMO_TASKS
-from swarmnode.runtime.version_store import assets_match, file_assets
+from swarmnode.runtime.model_files import assets_match, file_assets
 
 
 def build_spec(section: RunSection, identity: Identity) -> RunSpec:

@@ -1,16 +1,18 @@
 """The weight versions and model files that this node has on disk, findable by manifest and by chunk hash."""
 
 import logging
-import mmap
 import shutil
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trio
 
 from peers.chunk_serving import ChunkShelf
 from peers.file_assembly import StoredFile
-from protocol.chunks import chunk_hashes
+from protocol.chunks import chunk_hash, chunk_ranges
 from protocol.envelope import Envelope, open_envelope
 from protocol.messages import Manifest, Probe
 from protocol.refusals import Refused
@@ -20,17 +22,25 @@ from swarmnode.data_directory import atomic_write
 log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "model.safetensors"
+DELTA_NAME = "delta.bin"
 MANIFEST_NAME = "manifest.msgpack"
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A complete version on disk, with the learner's signed manifest."""
+    """What is on disk of a version, with the learner's signed manifest: its snapshot, its delta, or both."""
 
     manifest: Manifest
     envelope: Envelope
-    weights_path: Path
-    file: StoredFile
+    state: bytes
+    """`manifest.state_hash`, which costs a pass over all chunk hashes."""
+    weights_path: Path | None
+    """None until the snapshot is complete and verified."""
+    delta_path: Path | None
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
 
 
 def version_directory(policies_path: Path, policy: bytes, version: int) -> Path:
@@ -47,34 +57,65 @@ class VersionStore:
         self._policies_path = policies_path
         self._run_id = run_id
         self._versions: dict[tuple[bytes, int], StoredVersion] = {}
+        self._files: dict[Path, StoredFile] = {}
+        self._kept: Counter[tuple[bytes, int]] = Counter()
 
     def scan(self) -> None:
-        """Find the complete versions of an earlier start; what is not complete is left to be resumed."""
+        """Find what earlier starts completed; what is not complete is left to be resumed."""
         for path in sorted(self._policies_path.glob(f"*/v*/{MANIFEST_NAME}")):
-            weights = path.with_name(WEIGHTS_NAME)
             try:
                 envelope = open_envelope(path.read_bytes(), run_id=self._run_id)
                 manifest = Manifest.decode(envelope.body)
             except (OSError, Refused) as error:
                 log.warning("%s: ignored, not a manifest of this run (%s)", path, error)
                 continue
-            if weights.exists() and weights.stat().st_size == manifest.size_bytes:
-                self.add(manifest, envelope, weights)
+            weights, delta = path.with_name(WEIGHTS_NAME), path.with_name(DELTA_NAME)
+            has_weights = _has_size(weights, manifest.size_bytes)
+            has_delta = manifest.delta is not None and _has_size(delta, manifest.delta.size_bytes)
+            if has_weights or has_delta:
+                self.add(manifest, envelope, weights if has_weights else None, delta if has_delta else None)
 
-    def add(self, manifest: Manifest, envelope: Envelope, weights_path: Path) -> StoredVersion:
-        """Register a verified version whose weights are at `weights_path`."""
-        file = StoredFile(weights_path, manifest.size_bytes, manifest.chunk_size, manifest.chunks)
-        stored = StoredVersion(manifest, envelope, weights_path, file)
-        former = self._versions.get((manifest.policy, manifest.version))
-        if former is not None:
-            self.shelf.remove(former.file)
-        self._versions[manifest.policy, manifest.version] = stored
-        self.shelf.add(file)
+    def add(
+        self,
+        manifest: Manifest,
+        envelope: Envelope,
+        weights_path: Path | None,
+        delta_path: Path | None = None,
+    ) -> StoredVersion:
+        """Register verified files of a version; what was known of it before stays."""
+        key = (manifest.policy, manifest.version)
+        state = manifest.state_hash
+        former = self._versions.get(key)
+        if former is not None and former.state == state:
+            weights_path = weights_path or former.weights_path
+            delta_path = delta_path or former.delta_path
+        elif former is not None:
+            self._forget(former)
+        stored = StoredVersion(manifest, envelope, state, weights_path, delta_path)
+        self._versions[key] = stored
+        if weights_path is not None:
+            self._serve(StoredFile(weights_path, manifest.size_bytes, manifest.chunk_size, manifest.chunks))
+        if delta_path is not None:
+            delta = manifest.delta
+            assert delta is not None, "a version without a delta has no file of one"
+            self._serve(StoredFile(delta_path, delta.size_bytes, delta.chunk_size, delta.chunks))
         return stored
 
+    def _serve(self, file: StoredFile) -> None:
+        if file.path not in self._files:
+            self._files[file.path] = file
+            self.shelf.add(file)
+
+    def _hide(self, path: Path | None) -> None:
+        file = None if path is None else self._files.pop(path, None)
+        if file is not None:
+            self.shelf.remove(file)
+
     def save_manifest(self, stored: StoredVersion) -> None:
-        """Write the manifest beside the weights, so that the version is found after a restart."""
-        atomic_write(stored.weights_path.with_name(MANIFEST_NAME), stored.envelope.encoded)
+        """Write the manifest beside the version's files, so that they are found after a restart."""
+        directory = version_directory(self._policies_path, stored.manifest.policy, stored.version)
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write(directory / MANIFEST_NAME, stored.envelope.encoded)
 
     def add_assets(self, model_path: Path, assets: list[Asset], chunk_size: int) -> None:
         """Serve the base model's small files."""
@@ -85,77 +126,101 @@ class VersionStore:
                 )
 
     def get(self, policy: bytes, version: int | None) -> StoredVersion | None:
-        """One version of a policy, or the newest held."""
+        """One version of a policy, or the newest of which anything is held."""
         if version is not None:
             return self._versions.get((policy, version))
         held = self.versions(policy)
         return self._versions[policy, held[-1]] if held else None
 
     def versions(self, policy: bytes) -> list[int]:
-        """Versions held of a policy, ascending."""
+        """Versions of a policy of which anything is held, ascending."""
         return sorted(version for owner, version in self._versions if owner == policy)
 
-    def discard(self, stored: StoredVersion) -> None:
-        """Forget a version that turned out to be damaged; its files stay."""
-        del self._versions[stored.manifest.policy, stored.manifest.version]
-        self.shelf.remove(stored.file)
+    def complete(self, policy: bytes) -> list[StoredVersion]:
+        """Versions of a policy whose snapshot is held, ascending."""
+        stored = (self._versions[policy, version] for version in self.versions(policy))
+        return [one for one in stored if one.weights_path is not None]
 
-    async def retain(self, policy: bytes, keep: int) -> None:
-        """Delete all but the newest `keep` versions of a policy, and older downloads that were given up."""
-        for version in self.versions(policy)[:-keep]:
-            self.shelf.remove(self._versions.pop((policy, version)).file)
+    def discard_weights(self, stored: StoredVersion) -> None:
+        """Forget a snapshot that turned out to be damaged. Its file stays, for what is right of it."""
+        self._put(replace(stored, weights_path=None))
+        self._hide(stored.weights_path)
+
+    def discard_delta(self, stored: StoredVersion) -> None:
+        """Forget a delta that turned out to be damaged or wrong. Its file stays."""
+        self._put(replace(stored, delta_path=None))
+        self._hide(stored.delta_path)
+
+    def _put(self, stored: StoredVersion) -> None:
+        key = (stored.manifest.policy, stored.version)
+        if stored.weights_path is None and stored.delta_path is None:
+            self._versions.pop(key, None)
+        else:
+            self._versions[key] = stored
+
+    def _forget(self, stored: StoredVersion) -> None:
+        self._versions.pop((stored.manifest.policy, stored.version), None)
+        self._hide(stored.weights_path)
+        self._hide(stored.delta_path)
+
+    @contextmanager
+    def keep(self, policy: bytes, version: int) -> Iterator[StoredVersion | None]:
+        """The version if it is held, which then is not deleted before the block ends."""
+        key = (policy, version)
+        self._kept[key] += 1
+        try:
+            yield self._versions.get(key)
+        finally:
+            self._kept[key] -= 1
+            if not self._kept[key]:
+                del self._kept[key]
+
+    async def retain(self, policy: bytes, count: int) -> None:
+        """Delete old versions of a policy, and older downloads that were given up.
+
+        The newest `count` stay, those in use by `keep`, and what deltas that are not rebuilt yet need.
+        """
+        held = self.versions(policy)
+        complete = self.complete(policy)
+        needed = complete[-1].version if complete else None
+        for version in held[:-count]:
+            is_needed = needed is not None and version >= needed
+            if not is_needed and not self._kept[policy, version]:
+                self._forget(self._versions[policy, version])
         kept = self.versions(policy)
         if kept:
             folder = version_directory(self._policies_path, policy, 0).parent
-            await trio.to_thread.run_sync(_delete_older, folder, set(kept))
+            in_use = {version for owner, version in self._kept if owner == policy}
+            await trio.to_thread.run_sync(_delete_older, folder, max(kept), {*kept, *in_use})
 
 
-def _delete_older(folder: Path, kept: set[int]) -> None:
-    """Delete the directories of versions below the newest of `kept` that are not in it."""
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes
+
+
+def _delete_older(folder: Path, newest: int, kept: set[int]) -> None:
+    """Delete the directories of versions below `newest` that are not in `kept`."""
     for directory in folder.glob("v*"):
         number = directory.name[1:]
-        if number.isdecimal() and int(number) < max(kept) and int(number) not in kept:
+        if number.isdecimal() and int(number) < newest and int(number) not in kept:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def file_chunk_hashes(path: Path, chunk_size: int) -> list[bytes]:
-    """SHA-256 of each chunk of a file."""
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            return chunk_hashes(view, chunk_size)
+def is_intact(path: Path, size_bytes: int, chunk_size: int, chunks: list[bytes]) -> bool:
+    """Whether a file has exactly these chunks; it is read one chunk at a time."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            if path.stat().st_size != size_bytes:
+                return False
+            return all(
+                chunk_hash(file.read(end - start)) == expected
+                for (start, end), expected in zip(chunk_ranges(size_bytes, chunk_size), chunks, strict=True)
+            )
+    except OSError as error:
+        log.warning("%s: %s", path, error)
+        return False
 
 
 def probe_message(probe: Probe | None) -> dict[str, list[float] | list[int]] | None:
     """A manifest's probe as the rollout process wants it."""
     return None if probe is None else {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}
-
-
-def file_assets(model_path: Path, chunk_size: int) -> list[Asset]:
-    """The files beside the weights that a node needs to run the model: configuration, tokenizer, template."""
-    wanted = sorted(
-        path
-        for path in model_path.iterdir()
-        if path.suffix in {".json", ".jinja", ".model", ".txt"} and path.is_file()
-    )
-    assets = []
-    for path in wanted:
-        if path.name.endswith(".index.json") or path.name == "README.txt":
-            continue
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            assets.append(Asset(path=path.name, size_bytes=size, chunks=chunk_hashes(data, chunk_size)))
-    return assets
-
-
-def assets_match(model_path: Path, assets: list[Asset], chunk_size: int) -> bool:
-    """Whether a folder holds exactly these files."""
-    for asset in assets:
-        path = model_path / asset.path
-        if not path.is_file() or path.stat().st_size != asset.size_bytes:
-            return False
-        if chunk_hashes(path.read_bytes(), chunk_size) != asset.chunks:
-            return False
-    return True

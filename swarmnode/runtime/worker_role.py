@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import trio
@@ -16,7 +16,8 @@ from swarmnode.runtime.children import ChildGone, ChildProcess
 from swarmnode.runtime.events import Tell
 from swarmnode.runtime.rates import Rate
 from swarmnode.runtime.store_thread import StoreThread
-from swarmnode.runtime.version_store import StoredVersion, probe_message
+from swarmnode.runtime.version_loading import VersionLoading
+from swarmnode.runtime.version_store import StoredVersion
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class WorkerRole:
     """Generates groups of one policy while the learner wants them.
 
     Promises: a counter is used once, across restarts; a generated group is on disk before it is sent and
-    stays there until the learner's receipt; weights only move forward.
+    stays there until the learner's receipt; weights only move forward; groups of a version whose snapshot is
+    not verified yet are neither sent nor written down.
     """
 
     def __init__(
@@ -69,7 +71,6 @@ class WorkerRole:
         on_accepted: Callable[[bytes, RolloutGroup, Receipt], None] | None,
     ) -> None:
         self.policy = policy
-        self.loaded_version: int | None = None
         self.state = "waiting for weights"
         self.receipts: Counter[str] = Counter()
         self.last_refusal: str | None = None
@@ -84,12 +85,13 @@ class WorkerRole:
         self._groups_in_hand = groups_in_hand
         self._on_event = on_event
         self._on_accepted = on_accepted
-        self._newest: StoredVersion | None = None
+        self._versions = VersionLoading()
+        self._held: list[dict[str, Any]] = []
+        """Messages of groups whose version is not verified yet."""
         self._asked: set[int] = set()
         self._last_progress_s = 0.0
         self._owed = 0
         self._owed_until_s = 0.0
-        self._loading: int | None = None
         self._outbox: dict[bytes, bytes] = {}
         self._pushing: set[bytes] = set()
         self._wake = trio.Event()
@@ -103,29 +105,47 @@ class WorkerRole:
         if self._outbox:
             self._on_event("info", f"{len(self._outbox)} groups of an earlier start wait for their receipts")
 
+    @property
+    def loaded_version(self) -> int | None:
+        """The version that groups are made with."""
+        return self._versions.loaded
+
     def offer_version(self, stored: StoredVersion) -> None:
-        """A version is on disk and verified: load it if it is newer."""
-        if self._newest is None or stored.manifest.version > self._newest.manifest.version:
-            self._newest = stored
-            self._load()
+        """A version's delta or its verified snapshot is on disk: load it if it is newer."""
+        self._versions.offer(stored)
+        self._load()
+        self.wake()
+
+    def withdraw_versions(self, versions: Sequence[int]) -> None:
+        """Versions offered before are wrong: what they made stays here, and the last good one is loaded."""
+        self._versions.withdraw(versions)
+        self._drop([one for one in self._held if self._versions.verdict(one["version"]) == "drop"])
+        self._load()
+        self.wake()
+
+    def _drop(self, groups: list[dict[str, Any]]) -> None:
+        if groups:
+            self._held = [one for one in self._held if one not in groups]
+            self._regain(len(groups))
+            self._on_event(
+                "warning", f"{len(groups)} groups of weights that were withdrawn are thrown away", "withdrawn"
+            )
+
+    def _regain(self, count: int) -> None:
+        """Groups that were granted did not come of it: others are made for them, under new counters."""
+        self._owed = min(self._owed + count, self._groups_in_hand)
+        self._owed_until_s = trio.current_time() + OWED_FOR_S
 
     def _load(self) -> None:
         """Load the newest version, one at a time: those between may be gone before their turn comes."""
-        if not self._ready or self._newest is None or self.process is None or self._loading is not None:
+        if not self._ready or self.process is None:
             return
-        manifest = self._newest.manifest
-        try:
-            self.process.send(
-                {
-                    "type": "load",
-                    "version": manifest.version,
-                    "path": str(self._newest.weights_path),
-                    "probe": probe_message(manifest.probe),
-                }
-            )
-        except ChildGone:
-            return  # Loaded when the process is ready again.
-        self._loading = manifest.version
+        message = self._versions.next_load()
+        if message is not None:
+            try:
+                self.process.send(message)
+            except ChildGone:
+                self._versions.on_process_down()  # Loaded when the process is ready again.
 
     async def on_message(self, message: dict[str, Any]) -> None:
         """The rollout process says something."""
@@ -135,30 +155,26 @@ class WorkerRole:
             self._ready = True
             self._load()
         elif kind == "loaded":
-            self.loaded_version = message["version"]
-            self._load_ended(message["version"])
+            self._versions.on_loaded(message)
+            self._load()
             self.wake()
         elif kind == "load_failed":
+            self._versions.on_failed(message)
             self._on_event(
                 "error",
-                f"version {message['version']} was not loaded, the old weights stay: {message['reason']}",
+                f"version {message['version']} was not loaded from {message['way']}, the old weights stay: "
+                f"{message['reason']}",
             )
-            self._load_ended(message["version"])
+            self._load()
         elif kind == "group":
             await self._on_group(message)
 
-    def _load_ended(self, version: int) -> None:
-        self._loading = None
-        if self._newest is not None and self._newest.manifest.version > version:
-            self._load()
-
     def on_process_down(self) -> None:
         """The rollout process died: what it had in hand is generated anew under new counters."""
-        self._owed = min(self._owed + len(self._asked), self._groups_in_hand)
-        self._owed_until_s = trio.current_time() + OWED_FOR_S
+        self._regain(len(self._asked))
         self._asked.clear()
         self._ready = False
-        self._loading = self.loaded_version = None
+        self._versions.on_process_down()
         self.group_rate.clear()
         self.token_rate.clear()
 
@@ -166,6 +182,15 @@ class WorkerRole:
         self._asked.discard(message["counter"])
         self.group_rate.add(1)
         self.token_rate.add(message["tokens"])
+        verdict = self._versions.verdict(message["version"])
+        if self._versions.runs_withdrawn or verdict == "drop":
+            self._drop([message])
+        elif verdict == "hold":
+            self._held.append(message)
+        else:
+            await self._keep(message)
+
+    async def _keep(self, message: dict[str, Any]) -> None:
         body: bytes = message["body"]
         envelope = seal(self._identity, self._run_id, "rollout_group", self._next_sequence(), body)
         group_name = group_id(self._identity.key, body)
@@ -186,12 +211,12 @@ class WorkerRole:
     @property
     def in_hand(self) -> int:
         """Groups being generated or waiting for a receipt."""
-        return len(self._asked) + len(self._outbox)
+        return len(self._asked) + self.in_outbox
 
     @property
     def in_outbox(self) -> int:
-        """Groups waiting for a receipt."""
-        return len(self._outbox)
+        """Groups waiting for a receipt, those included that are held until their version is verified."""
+        return len(self._outbox) + len(self._held)
 
     async def run(self) -> None:
         """Generate and push until cancelled."""
@@ -208,8 +233,8 @@ class WorkerRole:
                 self.state = "waiting for weights"
                 await self._sleep(1.0)
                 continue
-            if len(self._outbox) >= MAX_OUTBOX:
-                self.state = f"paused: {len(self._outbox)} groups wait for the learner's receipt"
+            if self.in_outbox >= MAX_OUTBOX:
+                self.state = f"paused: {self.in_outbox} groups wait for the learner's receipt"
                 await self._sleep(1.0)
                 continue
             if wanted <= 0:
@@ -260,6 +285,7 @@ class WorkerRole:
 
     async def _push_all(self, nursery: trio.Nursery) -> None:
         while True:
+            await self._release_held()
             for group_name in list(self._outbox):
                 if len(self._pushing) >= MAX_PUSHES:
                     break
@@ -267,6 +293,17 @@ class WorkerRole:
                     self._pushing.add(group_name)
                     nursery.start_soon(self._push, group_name)
             await self._sleep(1.0)
+
+    async def _release_held(self) -> None:
+        """Keep and send what was held back for a version that is verified now."""
+        for message in [*self._held]:
+            verdict = self._versions.verdict(message["version"])
+            if verdict != "hold" and message in self._held:
+                self._held.remove(message)
+                if verdict == "send":
+                    await self._keep(message)
+                else:
+                    self._drop([message])
 
     async def _push(self, group_name: bytes) -> None:
         try:

@@ -11,21 +11,34 @@ import trio
 import trio.testing
 
 from peers.base import TransportError
-from protocol.envelope import open_envelope
-from protocol.messages import Credit, Receipt, group_id
+from protocol.chunks import state_hash
+from protocol.envelope import open_envelope, seal
+from protocol.messages import Credit, Delta, Manifest, Receipt, group_id
 from protocol.refusals import RefusalReason, Refused
+from swarmnode.runtime.version_store import StoredVersion
 from swarmnode.runtime.worker_role import HANGS_AFTER_S, MAX_OUTBOX, REFUSALS_BEFORE_DROP, WorkerRole
 from tests.unit.swarmnode.role_parts import LEARNER, WORKER, FakeChild, InlineStore, make_group, make_spec
 
 SPEC = make_spec()
 
 
-class Version:
-    """As much of a stored version as a worker looks at."""
-
-    def __init__(self, version: int) -> None:
-        self.manifest = type("Manifest", (), {"version": version, "probe": None})
-        self.weights_path = Path(f"/weights/v{version}")
+def stored(version: int, parent: int | None = None, has_file: bool = True) -> StoredVersion:
+    """A version on disk; with `parent` there is its delta too."""
+    chunks = [b"%032d" % version]
+    delta = None
+    if parent is not None:
+        state = state_hash(1000, 1024, [b"%032d" % parent])
+        delta = Delta(parent=parent, parent_state=state, size_bytes=10, chunk_size=10, chunks=chunks)
+    manifest = Manifest(
+        policy=LEARNER.key, version=version, size_bytes=1000, chunk_size=1024, chunks=chunks, delta=delta
+    )
+    return StoredVersion(
+        manifest=manifest,
+        envelope=open_envelope(seal(LEARNER, SPEC.run_id, "manifest", 1, b""), run_id=SPEC.run_id),
+        state=manifest.state_hash,
+        weights_path=Path(f"/v{version}/weights") if has_file else None,
+        delta_path=Path(f"/v{version}/delta") if parent is not None else None,
+    )
 
 
 class ScriptedLearner:
@@ -73,16 +86,16 @@ class WorkerParts:
 
     async def ready(self, version: int = 0) -> None:
         await self.say("ready")
-        self.role.offer_version(Version(version))  # type: ignore[arg-type]
+        self.role.offer_version(stored(version))
         await self.say("loaded", version=version)
 
     async def say(self, kind: str, **fields: Any) -> None:
         await self.role.on_message({"type": kind, **fields})
 
-    async def generated(self, counter: int) -> bytes:
+    async def generated(self, counter: int, version: int = 0) -> bytes:
         """The engine made a group; its name."""
-        body = make_group(SPEC, WORKER, counter).encode()
-        await self.say("group", counter=counter, version=0, body=body, tokens=4)
+        body = make_group(SPEC, WORKER, counter, version=version).encode()
+        await self.say("group", counter=counter, version=version, body=body, tokens=4)
         return group_id(WORKER.key, body)
 
     @property
@@ -260,15 +273,64 @@ async def test_with_a_full_outbox_nothing_more_is_generated(
 async def test_versions_are_loaded_one_at_a_time_and_only_forward(parts: WorkerParts) -> None:
     await parts.say("ready")
     for version in (1, 2, 3, 2):
-        parts.role.offer_version(Version(version))  # type: ignore[arg-type]
+        parts.role.offer_version(stored(version))
     assert [message["version"] for message in parts.engine.of("load")] == [1]
     await parts.say("loaded", version=1)
-    await parts.say("load_failed", version=3, reason="its probe differs")
-    assert [message["version"] for message in parts.engine.of("load")] == [1, 3]
-    assert parts.role.loaded_version == 1
+    await parts.say("load_failed", version=3, way="file", reason="its probe differs")
+    assert [message["version"] for message in parts.engine.of("load")] == [1, 3, 2]
+    await parts.say("loaded", version=2)
+    assert parts.role.loaded_version == 2
     parts.role.on_process_down()
     await parts.say("ready")
-    assert [message["version"] for message in parts.engine.of("load")] == [1, 3, 3]
+    assert [message["version"] for message in parts.engine.of("load")] == [1, 3, 2, 3]
+
+
+async def test_groups_of_a_patched_version_are_sent_when_its_snapshot_is_verified(
+    parts: WorkerParts, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    await parts.ready(1)
+    nursery.start_soon(parts.role.run)
+    parts.role.offer_version(stored(2, parent=1, has_file=False))
+    load = parts.engine.of("load")[-1]
+    assert load["path"] is None
+    assert load["deltas"] == [{"version": 2, "parent": 1, "path": "/v2/delta"}]
+    before = await parts.generated(0, version=1)
+    await parts.say("loaded", version=2, way="deltas", patch_obstacle=None)
+    after = await parts.generated(1, version=2)
+    await trio.sleep(60)
+    assert parts.link.pushed == [before]
+    assert parts.store.store.outbox() == [] and parts.role.in_outbox == 1
+    parts.role.offer_version(stored(2, parent=1))
+    await trio.sleep(1)
+    assert parts.link.pushed == [before, after]
+    assert len(parts.engine.of("load")) == 2, "it is loaded already"
+
+
+async def test_groups_of_a_withdrawn_version_are_thrown_away_and_the_last_good_one_is_loaded(
+    parts: WorkerParts, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    grants = [3]
+    parts.link.grant = lambda wanted: grants.pop() if grants else 0
+    await parts.ready(1)
+    nursery.start_soon(parts.role.run)
+    await trio.sleep(0.5)
+    parts.role.offer_version(stored(2, parent=1, has_file=False))
+    await parts.say("loaded", version=2, way="deltas", patch_obstacle=None)
+    await parts.generated(0, version=2)
+    parts.role.withdraw_versions([2])
+    assert parts.role.loaded_version is None
+    assert parts.engine.of("load")[-1]["path"] == "/v1/weights"
+    await parts.generated(1, version=2)  # was being made
+    await parts.say("loaded", version=1, way="file", patch_obstacle=None)
+    good = await parts.generated(2, version=1)
+    # The same number again, now from the snapshot that was signed.
+    parts.role.offer_version(stored(2))
+    await parts.say("loaded", version=2, way="file", patch_obstacle=None)
+    also_good = await parts.generated(3, version=2)
+    await trio.sleep(10)
+    assert sorted(parts.link.pushed) == sorted([good, also_good])
+    assert any("thrown away" in text for text in parts.events)
+    assert parts.asked_of_engine == [0, 1, 2, 3, 4], "two are made anew under new counters"
 
 
 async def test_an_engine_that_gives_nothing_for_half_an_hour_is_ended(
