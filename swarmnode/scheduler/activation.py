@@ -111,11 +111,12 @@ def make_plan(
     limits = () if is_enough else candidates.limits()
     chosen = [candidates.offers[i] for i in np.flatnonzero(solution.chosen)]
     names = tuple(offer.worker for offer in chosen)
+    spares = candidates.spares(solution.chosen)
     return Plan(
         active=names,
         draining=tuple(sorted(set(active).difference(names))),
-        spares=candidates.spares(solution.chosen),
-        reasons=candidates.reasons(solution.chosen),
+        spares=spares,
+        reasons=candidates.reasons(solution.chosen, set(spares)),
         cost_per_hour=sum(offer.price_per_hour for offer in chosen),
         assessment=assess(demand, [offer.timing for offer in chosen]),
         shortfall_probability=candidates.shortfall(solution.chosen),
@@ -317,7 +318,7 @@ class _Candidates:
         least += float(problem.cost[last]) * (need - before) / float(problem.mean[last])
         return 1 - least / cost
 
-    def reasons(self, chosen: Chosen) -> dict[bytes, str]:
+    def reasons(self, chosen: Chosen, spares: Set[bytes]) -> dict[bytes, str]:
         problem = self.problem
         per_thousand = problem.price / problem.mean / 3.6
         dearest = float(per_thousand[chosen].max()) if chosen.any() else 0.0
@@ -326,6 +327,8 @@ class _Candidates:
             cost = float(per_thousand[index])
             if chosen[index]:
                 text = f"${cost:.2f} per 1,000 groups that count"
+            elif offer.worker in spares:
+                text = f"${cost:.2f} per 1,000 groups that count; stands in first"
             elif cost > dearest * (1 + 1e-9):
                 text = f"${cost:.2f} per 1,000 groups that count, the active ones cost up to ${dearest:.2f}"
             else:
