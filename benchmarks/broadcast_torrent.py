@@ -1,7 +1,7 @@
 """BitTorrent as libtorrent does it, the best known swarm downloader: one seed, N leechers, all connected.
 
 Set up as well as we could: no discovery (all are told all addresses), TCP only (its uTP would back off before
-other traffic, and there is none), no rate limits, small pieces, fast choking rounds, super-seeding, with which
+other traffic, and there is none), no rate limits, small pieces, fast choking rounds, super-seeding, by which
 the seed gives each piece once. A super-seed says nothing in the first 11 s of a connection, so everybody
 connects before the start, wanting no file yet, and the start is when they want it.
 """
