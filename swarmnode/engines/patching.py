@@ -6,7 +6,7 @@ without loss: in the file's own type, or as a float32 made from bfloat16 or floa
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from protocol.delta import Change, DeltaError, DeltaFile
 from swarmnode.engines.base import LoadError
@@ -84,17 +83,19 @@ class _Written:
 
 
 class LivePatch:
-    """Changes to one model that can be undone. The model must not compute meanwhile."""
+    """Changes to the weights of one model that can be undone. The model must not compute meanwhile."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        """`layout` is that of the file which the model was loaded from.
+    def __init__(self, own: Mapping[str, torch.Tensor], layout: Layout) -> None:
+        """`own` are the model's weights by the names they have in the file that they were loaded from (those
+        of one weight are one object), `layout` is that file's.
 
         Raises `LoadError` when the model does not hold some weight as the file does.
         """
         self._size = layout.size_bytes
-        own = dict(model.state_dict(keep_vars=True))
         named: dict[int, str] = {}
         for placed in layout.tensors:
+            if placed.name not in own:
+                raise LoadError(f"{placed.name} is in the file but not in this model")
             other = named.setdefault(id(own[placed.name]), placed.name)
             if other != placed.name:
                 raise LoadError(f"{other} and {placed.name} are one weight in this model but two in the file")

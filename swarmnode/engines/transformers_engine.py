@@ -162,7 +162,7 @@ class TransformersEngine:
     def _new_patch(self) -> LivePatch:
         if self._layout is None:
             raise LoadError("no version is loaded that a delta could change")
-        return LivePatch(self._model, self._layout)
+        return LivePatch(self._model.state_dict(keep_vars=True), self._layout)
 
     @torch.inference_mode()
     def probe(self, token_ids: list[int]) -> list[float]:

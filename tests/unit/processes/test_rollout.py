@@ -3,12 +3,17 @@
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from protocol.delta import encode_delta
 from protocol.messages import RolloutGroup
 from protocol.run_spec import RunSpec
+from swarmnode.engines.transformers_engine import TransformersEngine
 from swarmnode.models import TINY_MODEL_DIR
 from swarmnode.processes import rollout
 from swarmnode.processes.channel import Channel
@@ -120,6 +125,46 @@ def test_a_probe_that_cannot_be_met_keeps_the_old_version(
     assert reason in failed["reason"]
     loop.node.send({"type": "generate", "counter": 0})
     assert loop.receive()["version"] == 1
+
+
+def moved_weights(folder: Path) -> Path:
+    """The tiny model's weights, a few of them changed, as a file."""
+    weights = load_file(WEIGHTS)
+    for tensor in weights.values():
+        tensor.view(-1)[::50] *= 0.5
+    save_file(weights, folder / "moved.safetensors", metadata=safe_open(WEIGHTS, "pt").metadata())
+    return folder / "moved.safetensors"
+
+
+def test_a_version_can_come_by_deltas_and_is_probed(loop: Loop, tmp_path: Path) -> None:
+    moved = moved_weights(tmp_path)
+    delta = tmp_path / "delta.bin"
+    delta.write_bytes(b"".join(encode_delta(WEIGHTS.read_bytes(), moved.read_bytes(), 1 << 20, threads=1)))
+    tokens = [1, 20, 30, 40, 50]
+    engine = TransformersEngine(TINY_MODEL_DIR)
+    engine.load(moved, 2)
+    probe = {"tokens": tokens, "logprobs": engine.probe(tokens)}
+    engine.load(WEIGHTS, 1)
+    of_the_parent = {"tokens": tokens, "logprobs": engine.probe(tokens)}
+
+    def load(version: int, deltas: list[tuple[int, int]], probe: dict[str, Any]) -> dict[str, Any]:
+        chain = [{"version": v, "parent": parent, "path": str(delta)} for v, parent in deltas]
+        loop.node.send({"type": "load", "version": version, "path": None, "deltas": chain, "probe": probe})
+        return loop.receive()
+
+    wrong = load(2, [(2, 1)], of_the_parent)
+    assert (wrong["type"], wrong["way"]) == ("load_failed", "deltas")
+    assert "its probe differs" in wrong["reason"]
+    assert "version 1 is there" in load(3, [(3, 2)], probe)["reason"]
+    assert "lead to version 2" in load(3, [(2, 1)], probe)["reason"]
+    done = load(2, [(2, 1)], probe)
+    assert (done["type"], done["version"], done["way"]) == ("loaded", 2, "deltas")
+    assert done["probe_error"] < 1e-4 and done["patch_obstacle"] is None
+    loop.node.send({"type": "generate", "counter": 0})
+    group = RolloutGroup.decode(loop.receive()["body"])
+    assert group.version == 2
+    loop.node.send({"type": "load", "version": 2, "path": str(moved), "probe": probe})
+    assert loop.receive()["way"] == "file"
 
 
 @pytest.mark.parametrize(
