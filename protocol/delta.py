@@ -8,7 +8,7 @@ applying, verifying and writing are one pass, in any order.
 
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -55,7 +55,9 @@ class Change:
         return nearest_values(current, self.low, self.bits)
 
 
-def encode_delta(parent: Buffer, new: Buffer, chunk_size: int, threads: int = 2) -> Iterator[bytes]:
+def encode_delta(
+    parent: Buffer, new: Buffer, chunk_size: int, threads: int = 2
+) -> Generator[bytes, None, None]:
     """The delta file that turns `parent` into `new`, in pieces of one chunk's record, a few ahead at most.
 
     Both are safetensors files with the same header. Raises `DeltaError` when they are not.

@@ -73,6 +73,8 @@ class LearnerConfig(Section):
     max_seconds: float | None = None
     """Training stops after this long, with a final evaluation; the node goes on serving."""
     checkpoint_keep: Annotated[int, Field(ge=1, le=100)] = 3
+    checkpoint_every: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Versions between checkpoints. After a crash the updates since the last one are made again."""
     min_ess: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Training halts when the effective share of tokens under their weights π/μ stays below this."""
     min_entropy: Annotated[float, Field(ge=0)] = 1e-3

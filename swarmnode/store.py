@@ -299,6 +299,11 @@ class Store:
         ((count,),) = self._read("SELECT COUNT(*) FROM published")
         return int(count)
 
+    def newest_published(self) -> int | None:
+        """The highest version that was ever published."""
+        ((version,),) = self._read("SELECT MAX(version) FROM published")
+        return None if version is None else int(version)
+
     def envelopes(self, groups: list[bytes], max_bytes: int) -> list[bytes]:
         """The signed bodies of groups that are still kept, in the order asked, up to `max_bytes` of them."""
         found: list[bytes] = []

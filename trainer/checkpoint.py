@@ -95,27 +95,26 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 def load_newest(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint; None when there is none at all. Raises `CheckpointError` if all are
     damaged."""
+    newest = load_newest_up_to(folder, None)
     found = version_directories(folder)
-    for version, directory in sorted(found.items(), reverse=True):
-        try:
-            return _load(directory, version)
-        except _Damaged as error:
-            log.warning("checkpoint %s is damaged (%s): trying the one before it", directory, error)
-    if found:
+    if newest is None and found:
         raise CheckpointError(
             f"all {len(found)} checkpoints in {folder} are damaged: restore them from a copy, or delete the "
             "folder to start again from the base model"
         )
+    return newest
+
+
+def load_newest_up_to(folder: Path, version: int | None) -> Checkpoint | None:
+    """The newest complete checkpoint of `version` or an earlier one; None when there is none."""
+    for found, directory in sorted(version_directories(folder).items(), reverse=True):
+        if version is not None and found > version:
+            continue
+        try:
+            return _load(directory, found)
+        except _Damaged as error:
+            log.warning("checkpoint %s is damaged (%s): trying the one before it", directory, error)
     return None
-
-
-def load_version(folder: Path, version: int) -> Checkpoint | None:
-    """The checkpoint of one version; None when it is not there any more or damaged."""
-    try:
-        return _load(folder / f"v{version}", version)
-    except _Damaged as error:
-        log.warning("the checkpoint of version %d cannot be used (%s)", version, error)
-        return None
 
 
 def _load(directory: Path, version: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all: written under a temporary name, fsynced, renamed."""
+"""Directories that appear complete or not at all: written under a temporary name, then renamed."""
 
 import hashlib
 import json
@@ -13,11 +13,12 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
-def new_directory(final: Path) -> Iterator[Path]:
+def new_directory(final: Path, *, flush: bool = True) -> Iterator[Path]:
     """Gives a temporary directory to fill; afterwards it stands at `final`, in place of whatever stood there.
 
     When the body raises nothing changes. A crash leaves at worst a temporary directory, see
-    `remove_leftovers`.
+    `remove_leftovers`. Without `flush` that is true of a crash of the process; one of the machine may leave
+    any part of the directory until `flush_directory` has returned.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.parent / f".{final.name}{TEMPORARY_SUFFIX}"
@@ -28,16 +29,26 @@ def new_directory(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for path in temporary.iterdir():
-        fsync(path)
-    fsync(temporary)
+    if flush:
+        for path in temporary.iterdir():
+            fsync(path)
+        fsync(temporary)
     replaced = final.parent / f".{final.name}.replaced{TEMPORARY_SUFFIX}"
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(temporary, final)
-    fsync(final.parent)
+    if flush:
+        fsync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def flush_directory(directory: Path) -> None:
+    """Return when the directory's files, and its name, are on disk to stay."""
+    for path in directory.iterdir():
+        fsync(path)
+    fsync(directory)
+    fsync(directory.parent)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -1,27 +1,51 @@
-"""What a learner publishes: one version's weights rounded to bfloat16, cut into chunks, with hashes and a
-probe.
+"""What a learner publishes: one version's weights in bfloat16, the delta from the version before, and what a
+manifest says of them.
 
-    <folder>/v<n>/model.safetensors     the weights, tied tensors once
-    <folder>/v<n>/publication.json      what a manifest needs: hashes, size, probe
+    <folder>/v<n>/model.safetensors     the snapshot: all weights, tied tensors once
+    <folder>/v<n>/delta.bin             what turns the parent's snapshot into this one, if that is worth it
+    <folder>/v<n>/publication.json      hashes, sizes, probe
 
-A version's directory appears complete or not at all. A version number never stands for two sets of weights.
+A version's directory appears complete or not at all. Its bytes may not have reached the disk then:
+`flush_publication` sees to that, outside the time that workers wait for.
 """
 
+import logging
 import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save, save_file
 from torch import Tensor
 
+from protocol import limits
 from protocol.chunks import chunk_hashes, state_hash
-from trainer.files import keep_newest, new_directory, read_json, version_directories, write_json
+from protocol.delta import encode_delta
+from trainer.files import (
+    flush_directory,
+    keep_newest,
+    new_directory,
+    read_json,
+    version_directories,
+    write_json,
+)
+from trainer.snapshot_file import write_snapshot
+
+log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "model.safetensors"
+DELTA_NAME = "delta.bin"
 RECORD_NAME = "publication.json"
+
+THREADS = 2
+"""For comparing and hashing, which wait for no one else's work."""
+LARGEST_DELTA = 1 / 3
+"""Of the snapshot's size. Beyond it a late joiner's one snapshot beats a delta or two."""
+DELTA_CHUNKS = 32
+"""A delta is cut into about this many chunks, so that each peer can pass parts of it on while others come."""
+SMALLEST_DELTA_CHUNK = 64 * 1024
 
 
 class PublicationError(Exception):
@@ -37,36 +61,33 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
+class PublishedDelta:
+    """The file that turns the snapshot of version `parent`, of state hash `parent_state`, into another."""
+
+    parent: int
+    parent_state: bytes
+    path: Path
+    size_bytes: int
+    chunk_size: int
+    chunks: list[bytes]
+
+
+@dataclass(frozen=True)
 class Publication:
-    """One published version."""
+    """One published version; size and chunks are those of the snapshot at `path`."""
 
     version: int
     path: Path
     size_bytes: int
     chunk_size: int
     chunks: list[bytes]
+    delta: PublishedDelta | None
     probe: ProbeResult
 
     @property
     def state_hash(self) -> bytes:
         """The name of the snapshot."""
         return state_hash(self.size_bytes, self.chunk_size, self.chunks)
-
-
-def snapshot(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy in bfloat16 on the CPU of what is floating point, as it is of the rest."""
-    return {
-        name: tensor.detach()
-        .to(device="cpu", dtype=torch.bfloat16 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        .contiguous()
-        for name, tensor in tensors.items()
-    }
-
-
-def hash_of(tensors: Mapping[str, Tensor], chunk_size: int) -> bytes:
-    """The state hash that the snapshot `tensors` would be published under."""
-    data = save(dict(tensors), metadata={"format": "pt"})
-    return state_hash(len(data), chunk_size, chunk_hashes(data, chunk_size))
 
 
 def publish(
@@ -77,46 +98,54 @@ def publish(
     *,
     chunk_size: int,
     keep: int,
+    parent: Publication | None = None,
 ) -> Publication:
-    """Write the snapshot `tensors` as `version`; then delete all but the `keep` newest versions."""
+    """Write the weights `tensors` as `version`, with the delta from `parent` unless it would be too large.
+
+    Then delete all but the `keep` newest versions.
+    """
     final = folder / f"v{version}"
-    with new_directory(final) as temporary:
+    with new_directory(final, flush=False) as temporary:
         weights = temporary / WEIGHTS_NAME
-        save_file(dict(tensors), weights, metadata={"format": "pt"})
+        size_bytes = write_snapshot(weights, tensors)
+        data = _mapped(weights)
+        chunks = chunk_hashes(data, chunk_size, THREADS)
+        delta = None if parent is None else _write_delta(temporary / DELTA_NAME, parent, data, chunk_size)
         publication = Publication(
             version=version,
-            path=final / WEIGHTS_NAME,
-            size_bytes=weights.stat().st_size,
+            path=weights,
+            size_bytes=size_bytes,
             chunk_size=chunk_size,
-            chunks=_file_chunks(weights, chunk_size),
+            chunks=chunks,
+            delta=delta,
             probe=probe(),
         )
         write_json(temporary / RECORD_NAME, _record(publication))
     keep_newest(folder, keep)
-    return publication
+    return _at(publication, final)
+
+
+def flush_publication(publication: Publication) -> None:
+    """Return when the version is on disk to stay."""
+    flush_directory(publication.path.parent)
 
 
 def read_publication(directory: Path) -> Publication:
-    """The version in `directory`, its file checked against its hashes. Raises `PublicationError`."""
-    path = directory / WEIGHTS_NAME
+    """The version in `directory`, its files checked against its hashes. Raises `PublicationError`."""
     try:
-        record = read_json(directory / RECORD_NAME)
-        publication = Publication(
-            version=int(record["version"]),
-            path=path,
-            size_bytes=int(record["size_bytes"]),
-            chunk_size=int(record["chunk_size"]),
-            chunks=[bytes.fromhex(chunk) for chunk in record["chunks"]],
-            probe=ProbeResult(record["probe"]["tokens"], record["probe"]["logprobs"]),
-        )
-        intact = (
-            path.stat().st_size == publication.size_bytes
-            and _file_chunks(path, publication.chunk_size) == publication.chunks
-        )
+        publication = _at(_from_record(read_json(directory / RECORD_NAME)), directory)
+        delta = publication.delta
+        files = [(publication.path, publication.size_bytes, publication.chunk_size, publication.chunks)]
+        if delta is not None:
+            files.append((delta.path, delta.size_bytes, delta.chunk_size, delta.chunks))
+        for path, size_bytes, chunk_size, chunks in files:
+            if (
+                path.stat().st_size != size_bytes
+                or chunk_hashes(_mapped(path), chunk_size, THREADS) != chunks
+            ):
+                raise PublicationError(f"{path} does not have the bytes that were published")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PublicationError(f"the version in {directory} cannot be read: {error}") from error
-    if not intact:
-        raise PublicationError(f"{path} does not have the bytes that were published")
     return publication
 
 
@@ -125,17 +154,90 @@ def published_versions(folder: Path) -> dict[int, Path]:
     return version_directories(folder)
 
 
-def _file_chunks(path: Path, chunk_size: int) -> list[bytes]:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        with memoryview(data) as view:
-            return chunk_hashes(view, chunk_size)
+def _write_delta(path: Path, parent: Publication, new: memoryview, chunk_size: int) -> PublishedDelta | None:
+    """Write the delta from `parent` to the snapshot `new`; None when it is not worth it, or not possible."""
+    try:
+        old = _mapped(parent.path)
+        pieces = encode_delta(old, new, chunk_size, THREADS)
+        header = next(pieces)
+    except (OSError, ValueError) as error:
+        log.warning("no delta from version %d, the whole snapshot is sent: %s", parent.version, error)
+        return None
+    most_bytes = int(len(new) * LARGEST_DELTA)
+    size_bytes = 0
+    with closing(pieces), path.open("wb") as file:
+        for piece in chain([header], pieces):
+            size_bytes += len(piece)
+            if size_bytes > most_bytes:
+                break
+            file.write(piece)
+    delta_chunk = delta_chunk_size(size_bytes, chunk_size)
+    named_chunks = -(-len(new) // chunk_size) + -(-size_bytes // delta_chunk)
+    if size_bytes > most_bytes or named_chunks > limits.MAX_CHUNKS:
+        path.unlink()
+        return None
+    chunks = chunk_hashes(_mapped(path), delta_chunk)
+    return PublishedDelta(parent.version, parent.state_hash, path, size_bytes, delta_chunk, chunks)
+
+
+def delta_chunk_size(size_bytes: int, largest: int) -> int:
+    """The chunk size of a delta file: a power of two where the snapshot's, `largest`, does not bound it."""
+    wanted = 1 << max(0, -(-size_bytes // DELTA_CHUNKS) - 1).bit_length()
+    return min(largest, max(SMALLEST_DELTA_CHUNK, wanted))
+
+
+def _mapped(path: Path) -> memoryview:
+    """The bytes of a file that is not empty, in no memory of this process; unmapped when nothing refers to
+    them."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _at(publication: Publication, directory: Path) -> Publication:
+    """The same publication, its files in `directory`."""
+    delta = publication.delta
+    if delta is not None:
+        delta = replace(delta, path=directory / DELTA_NAME)
+    return replace(publication, path=directory / WEIGHTS_NAME, delta=delta)
 
 
 def _record(publication: Publication) -> dict[str, Any]:
+    delta = publication.delta
     return {
         "version": publication.version,
         "size_bytes": publication.size_bytes,
         "chunk_size": publication.chunk_size,
         "chunks": [chunk.hex() for chunk in publication.chunks],
+        "delta": None
+        if delta is None
+        else {
+            "parent": delta.parent,
+            "parent_state": delta.parent_state.hex(),
+            "size_bytes": delta.size_bytes,
+            "chunk_size": delta.chunk_size,
+            "chunks": [chunk.hex() for chunk in delta.chunks],
+        },
         "probe": {"tokens": publication.probe.tokens, "logprobs": publication.probe.logprobs},
     }
+
+
+def _from_record(record: dict[str, Any]) -> Publication:
+    delta = record["delta"]
+    return Publication(
+        version=int(record["version"]),
+        path=Path(),
+        size_bytes=int(record["size_bytes"]),
+        chunk_size=int(record["chunk_size"]),
+        chunks=[bytes.fromhex(chunk) for chunk in record["chunks"]],
+        delta=None
+        if delta is None
+        else PublishedDelta(
+            parent=int(delta["parent"]),
+            parent_state=bytes.fromhex(delta["parent_state"]),
+            path=Path(),
+            size_bytes=int(delta["size_bytes"]),
+            chunk_size=int(delta["chunk_size"]),
+            chunks=[bytes.fromhex(chunk) for chunk in delta["chunks"]],
+        ),
+        probe=ProbeResult(record["probe"]["tokens"], record["probe"]["logprobs"]),
+    )

@@ -2,7 +2,8 @@
 
 Started by a node with a channel. One thread reads the channel, so that a stop or the node's death is noticed
 in the middle of an update; everything else happens in the main thread. The order of an update is its promise:
-train, checkpoint (consumed ids inside), publish, tell the node, wait for its acknowledgement.
+train, publish, tell the node, checkpoint (consumed ids inside), wait for the node's acknowledgement. What a
+crash loses of it is trained again under new numbers.
 """
 
 import logging
@@ -66,6 +67,7 @@ class LearnerSettings(BaseModel):
     threads: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0)
     checkpoint_keep: int = Field(default=3, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1)
     eval_every: int = Field(default=10, ge=0)
     """Updates between evaluations; 0: only before and at the end."""
     eval_prompts: int = Field(default=128, ge=0)
@@ -88,6 +90,8 @@ class LearnerProcess:
         self._first_training: float | None = None
         self._bad_groups: list[bytes] = []
         self._told_to_finish = False
+        self._checkpoint_seconds = 0.0
+        self._resumed = False
 
     def run(self) -> None:
         """Until the node asks for an end. Raises what keeps it from going on."""
@@ -100,6 +104,8 @@ class LearnerProcess:
                 self._receive(timeout_s=60.0)
         except (Stopped, UpdateAbandoned):
             log.info("stopped as asked")
+            if self._resumed:
+                self._checkpoint(must=True)
 
     def _train_to_the_end(self) -> None:
         self._configure(self._await_configuration())
@@ -157,10 +163,12 @@ class LearnerProcess:
             self._learner,
             render_prompt(self._tokenizer, question)[:MAX_PROBE_TOKENS],
             checkpoint_keep=settings.checkpoint_keep,
+            checkpoint_every=settings.checkpoint_every,
         )
-        self._publication = self._store.resume()
+        self._publication = self._store.resume(message["newest_published"])
         self._evaluated_at = self._learner.updates
         self._elapsed_before = self._learner.elapsed_s
+        self._resumed = True
         self._channel.send(
             {
                 "type": "ready",
@@ -233,13 +241,15 @@ class LearnerProcess:
             self._first_training = time.monotonic()
         result = self._learner.update(self._inbox.stopping)
         if self._inbox.stopping():
-            raise UpdateAbandoned("stopped before the checkpoint")
-        self._learner.elapsed_s = self._elapsed()
+            raise Stopped
+        finished = self._finished()
         started = time.perf_counter()
-        publication = self._store.commit(must_publish=self._finished())
-        result.metrics["commit_seconds"] = time.perf_counter() - started
+        publication = self._store.publish(must=finished)
+        result.metrics["publish_seconds"] = time.perf_counter() - started
+        result.metrics["checkpoint_seconds"] = self._checkpoint_seconds
         self._channel.send(update_message(result, self._bad_groups, publication))
         self._bad_groups = []
+        self._checkpoint(must=finished)
         self._await_ack(result.version)
         if publication is None:
             return
@@ -247,6 +257,12 @@ class LearnerProcess:
         every = self._settings.eval_every
         if every and self._learner.updates - self._evaluated_at >= every and not self._finished():
             self._evaluate(self._settings.eval_prompts, final=False)
+
+    def _checkpoint(self, *, must: bool) -> None:
+        self._learner.elapsed_s = self._elapsed()
+        started = time.perf_counter()
+        if self._store.checkpoint(must=must):
+            self._checkpoint_seconds = time.perf_counter() - started
 
     def _evaluate(self, count: int, *, final: bool) -> None:
         """Score the newest published version on held-out questions and tell the node."""
@@ -339,6 +355,7 @@ def update_message(
 
 def publication_message(publication: Publication) -> dict[str, Any]:
     """A published version as the node is told of it."""
+    delta = publication.delta
     return {
         "version": publication.version,
         "path": str(publication.path),
@@ -346,7 +363,16 @@ def publication_message(publication: Publication) -> dict[str, Any]:
         "state_hash": publication.state_hash,
         "chunk_size": publication.chunk_size,
         "chunks": publication.chunks,
-        "delta": None,
+        "delta": None
+        if delta is None
+        else {
+            "parent": delta.parent,
+            "parent_state": delta.parent_state,
+            "path": str(delta.path),
+            "size": delta.size_bytes,
+            "chunk_size": delta.chunk_size,
+            "chunks": delta.chunks,
+        },
         "probe": {"tokens": publication.probe.tokens, "logprobs": publication.probe.logprobs},
     }
 

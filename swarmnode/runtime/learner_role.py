@@ -18,6 +18,7 @@ from protocol.identity import Identity, node_name
 from protocol.messages import (
     Credit,
     CreditRequest,
+    Delta,
     GroupPush,
     Manifest,
     Probe,
@@ -70,6 +71,8 @@ class LearnerRole:
         self.accepted_from: Counter[bytes] = Counter()
         self.checks = GroupChecks(spec.run_id)
         self.learner_process: ChildProcess | None = None
+        self.newest_published: int | None = None
+        """The highest version number that others may have. It never stands for other weights."""
         self._spec = spec
         self.run_id = spec.run_id
         self._identity = identity
@@ -95,6 +98,7 @@ class LearnerRole:
         """Take from the ledger what earlier starts did."""
         self.accepted_from.update(await self._store.run(lambda store: store.accepted_by_sender()))
         self.status.published_versions = await self._store.run(lambda store: store.published_versions())
+        self.newest_published = await self._store.run(lambda store: store.newest_published())
         await self._count_from_ledger()
 
     async def _count_from_ledger(self) -> None:
@@ -317,8 +321,8 @@ class LearnerRole:
     async def _on_halted(self, message: dict[str, Any]) -> None:
         status = self.status
         status.halted, status.version = message["reason"], message["version"]
-        status.state = f"halted: {status.halted}"
-        self._on_event("error", status.halted)
+        status.state = message["reason"]
+        self._on_event("error", message["reason"])
         if message["publication"] is not None:
             await self._publish(message["publication"])
 
@@ -384,8 +388,13 @@ class LearnerRole:
         path = Path(publication["path"])
         count = await self._store.run(lambda store: store.record_published(version))
         self.status.published_versions = count
+        self.newest_published = max(version, self.newest_published or 0)
+        delta = publication["delta"]
         held = self._versions.get(self.policy, version)
-        if held is not None and held.manifest.state_hash == publication["state_hash"]:
+        if held is not None and (held.state, held.manifest.delta is None) == (
+            publication["state_hash"],
+            delta is None,
+        ):
             await self._on_published(held)
             return
         manifest = Manifest(
@@ -394,11 +403,20 @@ class LearnerRole:
             size_bytes=publication["size"],
             chunk_size=publication["chunk_size"],
             chunks=list(publication["chunks"]),
+            delta=None
+            if delta is None
+            else Delta(
+                parent=delta["parent"],
+                parent_state=delta["parent_state"],
+                size_bytes=delta["size"],
+                chunk_size=delta["chunk_size"],
+                chunks=list(delta["chunks"]),
+            ),
             probe=None if publication["probe"] is None else Probe(**publication["probe"]),
         )
         encoded = seal(self._identity, self.run_id, "manifest", self._next_sequence(), manifest.encode())
         envelope = open_envelope(encoded, run_id=self.run_id)
-        stored = self._versions.add(manifest, envelope, path)
+        stored = self._versions.add(manifest, envelope, path, None if delta is None else Path(delta["path"]))
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
         await self._versions.retain(self.policy, self._spec.max_staleness + 2)
         await self._on_published(stored)

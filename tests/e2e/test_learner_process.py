@@ -58,6 +58,7 @@ class Node:
     def __init__(self, spec: RunSpec, data_dir: Path, **settings: Any) -> None:
         self.spec = spec
         self.data_dir = data_dir
+        self.newest_published: int | None = None
         self.socket, theirs = socket.socketpair()
         self.channel = Channel(self.socket)
         self.start(theirs)
@@ -85,6 +86,7 @@ class Node:
                 "policy": POLICY,
                 "model_dir": str(model_dir),
                 "data_dir": str(self.data_dir),
+                "newest_published": self.newest_published,
                 "settings": self.settings,
             }
         )
@@ -129,6 +131,14 @@ class Node:
             self.channel.send(message)
             ids.append(message["id"])
         return ids
+
+    def await_checkpoint(self, version: int) -> None:
+        """Return when the learner has made a version durable."""
+        folder = self.data_dir / "checkpoints" / POLICY.hex()[:16]
+        limit = time.monotonic() + WAIT_S
+        while not (folder / f"v{version}").exists():
+            assert time.monotonic() < limit, f"no checkpoint of version {version} in {folder}"
+            time.sleep(0.01)
 
     def expect(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next message of this kind; states in between are passed over."""
@@ -238,7 +248,8 @@ def test_a_killed_learner_resumes_with_what_it_consumed_and_then_runs_to_its_end
     assert update["publication"]["state_hash"] != first["state_hash"]
     # Not acknowledged: the next update must not come, although enough groups are sent for it.
     node.send_groups(range(2, 4), version=0)
-    assert node.channel.receive(0.5) is None
+    node.await_checkpoint(1)
+    assert node.channel.receive(0.2) is None
     node.process.kill()
     node.process.wait(WAIT_S)
 
@@ -259,6 +270,36 @@ def test_a_killed_learner_resumes_with_what_it_consumed_and_then_runs_to_its_end
     again.process.send_signal(signal.SIGINT)  # the node's to decide about
     again.process.send_signal(signal.SIGTERM)
     assert again.process.wait(WAIT_S) == 0
+
+
+def test_what_a_killed_learner_did_after_its_last_checkpoint_is_done_again_under_new_numbers(
+    start: Any,
+) -> None:
+    node = start(process=True, checkpoint_every=3)
+    node.configure()
+    published = [node.expect("ready", version=0)["publication"]]
+    for version in (1, 2):
+        ids = node.send_groups(range(2 * version - 2, 2 * version), version=version - 1)
+        published.append(node.expect("update", version=version, consumed=ids)["publication"])
+        node.ack(version)
+    node.process.kill()
+    node.process.wait(WAIT_S)
+
+    again = start(process=True, checkpoint_every=3)
+    again.newest_published = 2
+    again.configure()
+    ready = again.expect("ready", version=3)
+    assert ready["consumed"] == {}
+    assert ready["publication"]["state_hash"] == published[0]["state_hash"], "the weights of version 0"
+    for version in (1, 2):
+        assert os.path.getsize(published[version]["path"]) == published[version]["size"]
+    # Their groups are not in these weights: they can be trained on.
+    ids = again.send_groups(range(2, 4), version=1)
+    assert again.expect("update", version=4)["consumed"] == ids
+    again.ack(4)
+    again.process.send_signal(signal.SIGTERM)
+    assert again.process.wait(WAIT_S) == 0
+    again.await_checkpoint(4)
 
 
 def test_groups_beyond_the_staleness_bound_are_reported_and_never_trained_on(start: Any) -> None:
