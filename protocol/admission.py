@@ -50,16 +50,21 @@ def check_group(
         _check_completion(completion, index, spec.sampling.max_new_tokens, vocabulary_size)
     if oldest_version(group) != group.version:
         raise Refused(RefusalReason.BAD_VERSIONS, "the group's version is not that of its oldest token")
-    if learner_version is None:
-        return
-    if newest_version(group) > learner_version:
+    if learner_version is not None:
+        check_versions(oldest_version(group), newest_version(group), learner_version, spec.max_staleness)
+
+
+def check_versions(oldest: int, newest: int, learner_version: int, max_staleness: int) -> None:
+    """Raise `Refused` for a group whose oldest and newest tokens are from versions that may not be trained
+    on."""
+    if newest > learner_version:
         raise Refused(
             RefusalReason.FUTURE_VERSION,
-            f"version {newest_version(group)} does not exist, the learner is at {learner_version}",
+            f"version {newest} does not exist, the learner is at {learner_version}",
         )
-    lag = staleness(learner_version, oldest_version(group))
-    if lag > spec.max_staleness:
-        raise Refused(RefusalReason.TOO_STALE, f"{lag} versions behind, the bound is {spec.max_staleness}")
+    lag = staleness(learner_version, oldest)
+    if lag > max_staleness:
+        raise Refused(RefusalReason.TOO_STALE, f"{lag} versions behind, the bound is {max_staleness}")
 
 
 def _check_size(group: RolloutGroup, spec: RunSpec) -> None:

@@ -1,5 +1,7 @@
 """Who holds credit: bounded per worker, given up when late, learned from."""
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +62,26 @@ def test_any_number_of_workers_costs_bounded_memory() -> None:
     for number in range(MAX_WORKERS + 10):
         book.grant(number.to_bytes(4, "big"), 1, 0.0)
     assert book.outstanding(0.0) == MAX_WORKERS
+
+
+def test_the_sum_over_many_workers_follows_each_of_them() -> None:
+    """Against counting every grant by hand: lifetimes differ, and groups come late, early and never."""
+    rng = random.Random(7)
+    book, now = CreditBook(), 0.0
+    for _ in range(2_000):
+        worker = bytes([rng.randrange(12)])
+        now += rng.expovariate(0.5)
+        step = rng.random()
+        if step < 0.5:
+            book.grant(worker, min(rng.randrange(1, 4), book.room(worker, now)), now)
+        elif step < 0.9:
+            book.received(worker, now, accepted=rng.random() < 0.8)
+        elif step < 0.95:
+            book.forget_grants(worker)
+        total = book.outstanding(now)
+        for one in range(12):
+            book.room(bytes([one]), now)
+        assert total == book.outstanding(now) == sum(book.outstanding_of(bytes([one])) for one in range(12))
 
 
 @settings(max_examples=100, deadline=None)
