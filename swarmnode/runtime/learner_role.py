@@ -390,13 +390,6 @@ class LearnerRole:
         self.status.published_versions = count
         self.newest_published = max(version, self.newest_published or 0)
         delta = publication["delta"]
-        held = self._versions.get(self.policy, version)
-        if held is not None and (held.state, held.manifest.delta is None) == (
-            publication["state_hash"],
-            delta is None,
-        ):
-            await self._on_published(held)
-            return
         manifest = Manifest(
             policy=self.policy,
             version=version,
@@ -414,9 +407,18 @@ class LearnerRole:
             ),
             probe=None if publication["probe"] is None else Probe(**publication["probe"]),
         )
-        encoded = seal(self._identity, self.run_id, "manifest", self._next_sequence(), manifest.encode())
-        envelope = open_envelope(encoded, run_id=self.run_id)
-        stored = self._versions.add(manifest, envelope, path, None if delta is None else Path(delta["path"]))
+        held = self._versions.get(self.policy, version)
+        if held is not None and held.manifest == manifest:
+            envelope = held.envelope
+        else:
+            if held is not None:
+                self._versions.discard_weights(held)
+                self._versions.discard_delta(held)
+            sequence = self._next_sequence()
+            encoded = seal(self._identity, self.run_id, "manifest", sequence, manifest.encode())
+            envelope = open_envelope(encoded, run_id=self.run_id)
+        delta_path = None if delta is None else Path(delta["path"])
+        stored = self._versions.add(manifest, envelope, path, delta_path)
         await trio.to_thread.run_sync(self._versions.save_manifest, stored)
         await self._versions.retain(self.policy, self._spec.max_staleness + 2)
         await self._on_published(stored)

@@ -372,7 +372,7 @@ async def test_a_halt_is_shown_with_its_reason_and_nobody_gets_credit_until_a_re
         {"type": "halted", "reason": reason, "version": 3, "publication": parts.publication(3)}
     )
     status = parts.role.status
-    assert (status.halted, status.version, status.state) == (reason, 3, f"halted: {reason}")
+    assert (status.halted, status.version, status.state) == (reason, 3, reason)
     assert parts.published == [0, 3] and ("error", reason) in parts.events
     answer = parts.role.credit(WORKER.key, request(version=3))
     assert (answer.granted, answer.reason, answer.version) == (0, "training has halted", 3)
