@@ -3,7 +3,7 @@
 import hashlib
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from protocol import limits
 from protocol.algorithm import AlgorithmSpec as AlgorithmSpec
@@ -15,6 +15,11 @@ MAX_GROUP_ARRAY_BYTES = limits.MAX_ENVELOPE_BYTES - 512 * 1024
 """Tokens and log-probs of the largest group of a run: the rest of the envelope is for everything else."""
 
 
+MAX_BASE_CHUNKS = 100_000
+"""Chunks of the base model's weights (34 bytes each, so that they fit the spec's envelope): 390 GiB at the
+largest chunk size."""
+
+
 class Asset(Message):
     """A small file of the base model (configuration, tokenizer), served by chunk like weights."""
 
@@ -24,22 +29,43 @@ class Asset(Message):
     chunks: Annotated[list[Digest], Field(max_length=256)]
 
 
+class WeightsFile(Message):
+    """A safetensors file of the base model, served by chunk."""
+
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.safetensors$")]
+    size_bytes: Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES * MAX_BASE_CHUNKS)]
+    chunks: Annotated[list[Digest], Field(min_length=1, max_length=MAX_BASE_CHUNKS), FailFast()]
+
+
 class BaseModelRef(Message):
-    """What version 0 is: a name for people, and the files a node needs beside the weights."""
+    """What the policies of a run begin from: a name for people, and the files that a node needs.
+
+    `weights` is empty when versions hold the whole model, so that the newest one is all the weights that
+    anybody needs; it names the base model's when versions hold adapters only.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=limits.MAX_ADDRESS_CHARS)]
     assets: Annotated[list[Asset], Field(max_length=limits.MAX_ASSETS)]
+    weights: Annotated[list[WeightsFile], Field(max_length=limits.MAX_ASSETS)] = Field(default_factory=list)
     chunk_size: Annotated[int, Field(ge=1, le=limits.MAX_CHUNK_BYTES)] = limits.DEFAULT_CHUNK_BYTES
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if len({asset.path for asset in self.assets}) != len(self.assets):
-            raise ValueError("two assets have the same path")
-        for asset in self.assets:
-            expected = -(-asset.size_bytes // self.chunk_size)
-            if len(asset.chunks) != expected:
-                raise ValueError(f"{asset.path}: {len(asset.chunks)} chunks named, {expected} needed")
+        if len({file.path for file in self.files}) != len(self.files):
+            raise ValueError("two files have the same path")
+        for file in self.files:
+            expected = -(-file.size_bytes // self.chunk_size)
+            if len(file.chunks) != expected:
+                raise ValueError(f"{file.path}: {len(file.chunks)} chunks named, {expected} needed")
+        total = sum(len(file.chunks) for file in self.weights)
+        if total > MAX_BASE_CHUNKS:
+            raise ValueError(f"weights of {total} chunks, limit {MAX_BASE_CHUNKS}: use larger chunks")
         return self
+
+    @property
+    def files(self) -> list[Asset | WeightsFile]:
+        """All files of the model that travel."""
+        return [*self.assets, *self.weights]
 
 
 class TrustRules(Message):

@@ -46,6 +46,11 @@ def example_run_spec() -> run_spec.RunSpec:
                 run_spec.Asset(path="config.json", size_bytes=300, chunks=[chunks.chunk_hash(b"\x01" * 300)]),
                 run_spec.Asset(path="merges.txt", size_bytes=0, chunks=[]),
             ],
+            weights=[
+                run_spec.WeightsFile(
+                    path="model.safetensors", size_bytes=400, chunks=[chunks.chunk_hash(b"\x02" * 400)]
+                )
+            ],
         ),
         tasks=[
             tasks.TaskSpec(

@@ -7,7 +7,15 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.messages import SamplingContract
-from protocol.run_spec import MAX_GROUP_ARRAY_BYTES, AlgorithmSpec, Asset, BaseModelRef, RunSpec, TrustRules
+from protocol.run_spec import (
+    MAX_GROUP_ARRAY_BYTES,
+    AlgorithmSpec,
+    Asset,
+    BaseModelRef,
+    RunSpec,
+    TrustRules,
+    WeightsFile,
+)
 from protocol.tasks import TaskSpec
 
 KEY = bytes(range(32))
@@ -23,7 +31,7 @@ def test_the_run_id_is_the_hash_of_the_encoded_spec(spec: RunSpec) -> None:
 
 
 def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
-    assert spec.run_id.hex() == "46501f7a09d7452a7bbc37736751ff73eaf58f32fe43d34ed3638a6cd96c45fc"
+    assert spec.run_id.hex() == "f85aac9382b00c5ad4fa44ac88a6e7ccd75341080dda9f50810c6ff1b2e204d2"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,31 @@ def test_assets_name_as_many_chunks_as_they_need_and_no_path_twice() -> None:
         model(Asset(path="a.json", size_bytes=11, chunks=[KEY]))
     with pytest.raises(ValidationError, match="same path"):
         model(*[Asset(path="a.json", size_bytes=1, chunks=[KEY])] * 2)
+
+
+def test_weights_of_the_base_model_are_safetensors_files_in_their_chunks() -> None:
+    def weights(path: str = "model.safetensors", size: int = 11, count: int = 2) -> BaseModelRef:
+        file = WeightsFile(path=path, size_bytes=size, chunks=[KEY] * count)
+        return BaseModelRef(name="m", assets=[], weights=[file], chunk_size=10)
+
+    assert [file.path for file in weights().files] == ["model.safetensors"]
+    weights("model-00001-of-00002.safetensors")
+    for path in ("model.bin", "model.pt", "../model.safetensors", "a/b.safetensors", "config.json"):
+        with pytest.raises(ValidationError, match="pattern"):
+            weights(path)
+    with pytest.raises(ValidationError, match=r"model\.safetensors: 3 chunks named, 2 needed"):
+        weights(count=3)
+    file = WeightsFile(path="model.safetensors", size_bytes=1, chunks=[KEY])
+    with pytest.raises(ValidationError, match="same path"):
+        BaseModelRef(name="m", assets=[], weights=[file, file])
+    half = WeightsFile(path="a.safetensors", size_bytes=600_000, chunks=[KEY] * 60_000)
+    with pytest.raises(ValidationError, match="use larger chunks"):
+        BaseModelRef(
+            name="m",
+            assets=[],
+            weights=[half, half.model_copy(update={"path": "b.safetensors"})],
+            chunk_size=10,
+        )
 
 
 def test_who_may_publish(spec: RunSpec) -> None:
