@@ -26,6 +26,7 @@ from protocol.base import Message  # noqa: E402
 from protocol.encoding import encode  # noqa: E402
 from protocol.identity import Identity, node_name  # noqa: E402
 from protocol.invite import Invite, format_invite  # noqa: E402
+from scripts.delta_vectors import delta_vectors  # noqa: E402
 
 FOLDER = ROOT / "tests" / "vectors"
 SEEDS = [bytes(32), bytes(range(32)), bytes([255] * 32)]
@@ -307,6 +308,7 @@ FILES = {
     "run.json": run_vectors,
     "noise.json": noise_vectors,
     "chunks.json": chunk_vectors,
+    "delta.json": delta_vectors,
     "invite.json": invite_vectors,
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from protocol.admission import check_group
+from protocol.chunks import chunk_ranges
+from protocol.delta import DeltaFile, encode_delta
 from protocol.envelope import open_envelope
 from protocol.identity import Identity
 from protocol.invite import parse_invite
@@ -64,6 +66,21 @@ def test_the_group_of_the_vectors_would_be_accepted() -> None:
     check_group(
         group, spec, spec.run_id, sender, policy=spec.learners[0], learner_version=8, vocabulary_size=70_000
     )
+
+
+def test_the_deltas_of_the_vectors_do_what_they_say_and_are_what_the_codec_finds() -> None:
+    for entry in vectors("delta.json"):
+        parent, snapshot = bytes.fromhex(entry["parent"]), bytes.fromhex(entry["snapshot"])
+        theirs = DeltaFile(bytes.fromhex(entry["delta"]))
+        ours = DeltaFile(b"".join(encode_delta(parent, snapshot, entry["chunk_size"])))
+        assert theirs.chunk_count == ours.chunk_count == len(entry["changes"])
+        for index, (start, end) in enumerate(chunk_ranges(len(parent), entry["chunk_size"])):
+            chunk = bytearray(parent[start:end])
+            theirs.apply(index, chunk)
+            assert chunk == snapshot[start:end], entry["name"]
+            for one, two in zip(theirs.changes(index), ours.changes(index), strict=True):
+                assert one.offsets.tolist() == two.offsets.tolist()
+                assert (one.low.tolist(), one.bits.tolist()) == (two.low.tolist(), two.bits.tolist())
 
 
 def test_the_invites_of_the_vectors_can_be_read() -> None:
