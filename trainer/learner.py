@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from trainer.objective import (
     statistics_of,
 )
 from trainer.optimizer import Optimizer
-from trainer.policy import Policy
+from trainer.policy import Policy, TokenLogprobs
 from trainer.replay_buffer import Added, Batch, ReplayBuffer
 from trainer.rows import row_tensors, rows_of
 
@@ -81,6 +82,12 @@ class UpdateResult:
     """Figures of local tokens by how many versions ago they were made (see `trainer.metrics`)."""
 
 
+class LogprobSource(Protocol):
+    """Whatever gives log-probs of a micro-batch's completions: a second policy, or one without adapters."""
+
+    def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs: ...
+
+
 @dataclass
 class Learner:
     """Owns a policy, its optimizer and the waiting groups. Invariant: nothing staler than S is trained on."""
@@ -95,7 +102,7 @@ class Learner:
     eval_before: float | None = None
     elapsed_s: float = 0.0
     halt_rules: HaltRules = field(default_factory=HaltRules)
-    reference: Policy | None = None
+    reference: LogprobSource | None = None
     """The base model, where the run's `beta` is above 0."""
     consumed: dict[int, list[bytes]] = field(default_factory=dict)
 

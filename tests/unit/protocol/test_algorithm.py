@@ -1,5 +1,7 @@
 """Algorithms: what a loss takes by default, and which options may not stand together, with the reason."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +161,11 @@ def test_gepo_takes_no_groups_whose_behavior_is_unknown(spec: RunSpec) -> None:
     RunSpec.model_validate(swarm)
     with pytest.raises(ValidationError, match="external_groups must be 0"):
         RunSpec.model_validate(swarm | {"algorithm": AlgorithmSpec(loss_type="gepo")})
+
+
+def test_the_document_explains_every_loss_and_option_of_a_correction() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text("utf-8")
+    words = set(re.findall(r"[a-z_0-9]+", text))
+    optimizer = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "warmup_updates"}
+    assert AlgorithmSpec.model_fields.keys() - optimizer <= words
+    assert set(LOSS_DEFAULTS) <= words
