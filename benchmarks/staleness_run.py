@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from protocol.messages import Completion, RolloutGroup, SamplingContract, prompt_hash
 from protocol.run_spec import AlgorithmSpec, BaseModelRef, RunSpec
@@ -30,7 +29,7 @@ from swarmnode.processes.evaluation import evaluate
 from trainer.groups import local_group
 from trainer.learner import Learner, TrainingHalted
 from trainer.policy import load_policy
-from trainer.publication import snapshot
+from trainer.snapshot_file import write_snapshot
 
 NODE_KEY = bytes(32)
 TOKEN_BUDGET = 1 << 16
@@ -152,7 +151,7 @@ def _spec(tasks: list[TaskSpec], algorithm: dict[str, Any], lag: int, setting: S
 def _publish(learner: Learner, engine: TransformersEngine, folder: Path) -> None:
     """Hand the learner's weights to the engine, as workers get them."""
     path = folder / "model.safetensors"
-    save_file(snapshot(learner.policy.tensors()), path)
+    write_snapshot(path, learner.policy.tensors())
     engine.load(path, learner.version)
 
 
