@@ -101,6 +101,12 @@ class LabProcess:
             time.sleep(0.01)
         self.kill()
 
+    def terminate(self) -> None:
+        """SIGTERM, and time to end in order; whatever it says meanwhile is lost."""
+        if not self._ended:
+            os.kill(self.pid, signal.SIGTERM)
+            self.wait()
+
     def kill(self) -> None:
         """SIGKILL, as a lost machine."""
         if not self._ended:
