@@ -14,6 +14,7 @@ from swarmnode.cli.errors import UserError
 from swarmnode.cli.options import DEFAULT_DATA, Data
 from swarmnode.config import load_config, to_toml
 from swarmnode.data_directory import DataDirectory
+from swarmnode.runtime.transfer import transfer_text
 
 console = Console(highlight=False)
 
@@ -70,6 +71,8 @@ def _facts(state: dict[str, Any]) -> Table:
     row("run", f"{run['name']} {run['id'][:12]} · {run['preset']}, {run['mode']} · model {run['model']}")
     if policy is not None:
         row("version", f"{policy['version']}, swarm at {policy['swarm_version']}, lag {policy['lag']}")
+    if state["transfer"] is not None:
+        row("fetching", transfer_text(state["transfer"]))
     if state["learner"] is not None:
         learner = state["learner"]
         row(

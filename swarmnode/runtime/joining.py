@@ -1,12 +1,14 @@
 """Coming into a run with an invite: the signed spec and the model's files, from whichever peer answers."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from peers.base import PeerId, TransportError
-from peers.chunk_exchange import TransferFailed
+from peers.chunk_exchange import TransferFailed, TransferProgress
 from peers.chunk_serving import ChunkShelf
 from peers.discovery import Discovery
 from peers.swarm import Swarm
@@ -14,14 +16,16 @@ from protocol.base import Message
 from protocol.invite import Invite, format_invite
 from protocol.messages import RunSpecRequest, SignedReply
 from protocol.refusals import Refused
-from protocol.run_spec import Asset, RunSpec
+from protocol.run_spec import Asset, BaseModelRef, RunSpec, WeightsFile
 from swarmnode.runtime.download import download_file
 from swarmnode.runtime.run_setup import open_spec
+from swarmnode.runtime.version_store import VersionStore
 
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-ASSETS_TIMEOUT_S = 600.0
+MODEL_SILENCE_S = 600.0
+"""Files of the model are waited for as long as something of them comes."""
 MAX_INVITE_SEEDS = 6
 
 
@@ -56,39 +60,73 @@ async def fetch_spec(swarm: Swarm, discovery: Discovery, timeout_s: float) -> tu
     )
 
 
-async def fetch_assets(
-    spec: RunSpec, swarm: Swarm, shelf: ChunkShelf, discovery: Discovery, folder: Path
+async def fetch_model(
+    model: BaseModelRef,
+    swarm: Swarm,
+    versions: VersionStore,
+    providers: Callable[[], Sequence[PeerId]],
+    folder: Path,
+    on_progress: Callable[[str, TransferProgress], None],
 ) -> None:
-    """Download the model's small files into `folder`. Raises `TransportError` after `ASSETS_TIMEOUT_S`."""
+    """Download the model's files into `folder`, and serve them from there; `on_progress` is told of each by
+    its name.
+
+    Raises `TransportError` when nothing came for `MODEL_SILENCE_S`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with trio.move_on_after(ASSETS_TIMEOUT_S):
-        for asset in spec.model.assets:
-            path = folder / asset.path
-            if not asset.chunks:
+    with trio.move_on_after(MODEL_SILENCE_S) as scope:
+
+        def note(name: str, progress: TransferProgress) -> None:
+            scope.deadline = trio.current_time() + MODEL_SILENCE_S
+            on_progress(name, progress)
+
+        for file in model.files:
+            path = folder / file.path
+            if not file.chunks:
                 path.touch()
                 continue
-            await _fetch_asset(spec, asset, swarm, shelf, discovery, path)
+            await _fetch_file(model, file, swarm, versions.shelf, providers, path, partial(note, file.path))
+            versions.add_file(path, file, model.chunk_size)
         return
-    raise TransportError(f"the files of model {spec.model.name!r} did not come in {ASSETS_TIMEOUT_S:.0f} s")
+    raise TransportError(
+        f"of the files of model {model.name!r} nothing came for {MODEL_SILENCE_S:.0f} s; what is here stays: "
+        "start again when a node of the run that has them can be reached"
+    )
 
 
-async def _fetch_asset(
-    spec: RunSpec, asset: Asset, swarm: Swarm, shelf: ChunkShelf, discovery: Discovery, path: Path
+async def _fetch_file(
+    model: BaseModelRef,
+    file: Asset | WeightsFile,
+    swarm: Swarm,
+    shelf: ChunkShelf,
+    providers: Callable[[], Sequence[PeerId]],
+    path: Path,
+    progress: Callable[[TransferProgress], None],
 ) -> None:
+    done = -1
+
+    def note(now: TransferProgress) -> None:
+        # A try that brought nothing tells where the last one ended: that is no progress.
+        nonlocal done
+        if now.done_bytes > done:
+            done = now.done_bytes
+            progress(now)
+
     while True:
         try:
             await download_file(
                 swarm,
                 shelf,
                 path,
-                size_bytes=asset.size_bytes,
-                chunk_size=spec.model.chunk_size,
-                chunks=asset.chunks,
-                providers=discovery.connected,
+                size_bytes=file.size_bytes,
+                chunk_size=model.chunk_size,
+                chunks=file.chunks,
+                providers=providers,
+                progress=note,
             )
             return
         except TransferFailed as error:
-            log.warning("%s of the model is not to be had yet: %s", asset.path, error)
+            log.warning("%s of the model is not to be had yet: %s", file.path, error)
             await trio.sleep(2.0)
 
 

@@ -35,13 +35,14 @@ from swarmnode.config import NodeConfig, with_overrides
 from swarmnode.data_directory import DataDirectory, atomic_write
 from swarmnode.runtime.api_address import remove_address, write_address
 from swarmnode.runtime.events import Journal
-from swarmnode.runtime.joining import fetch_assets, fetch_spec, make_invite, serve_spec
+from swarmnode.runtime.joining import fetch_model, fetch_spec, make_invite, serve_spec
 from swarmnode.runtime.memory import resident_mb
 from swarmnode.runtime.roles import Roles, build_roles
 from swarmnode.runtime.run_setup import find_model, load_spec, resolve_role
 from swarmnode.runtime.sequence_numbers import SequenceNumbers
 from swarmnode.runtime.state import StateBuilder
 from swarmnode.runtime.store_thread import StoreThread
+from swarmnode.runtime.transfer import FileProgress
 from swarmnode.runtime.version_store import VersionStore
 from swarmnode.runtime.weight_manifests import serve_manifests
 from swarmnode.store import Store
@@ -221,12 +222,17 @@ class Node:
         model_path = await trio.to_thread.run_sync(find_model, spec, configured, self.directory)
         if model_path is None and role != "relay":
             self.journal.event("info", f"fetching the files of model {spec.model.name!r} from peers")
-            await fetch_assets(
-                spec, self.swarm, self.versions.shelf, self.discovery, self.directory.model_path
+            await fetch_model(
+                spec.model,
+                self.swarm,
+                self.versions,
+                self.discovery.connected,
+                self.directory.model_path,
+                FileProgress(self.journal.event).note,
             )
             model_path = self.directory.model_path
         if model_path is not None:
-            self.versions.add_assets(model_path, spec.model.assets, spec.model.chunk_size)
+            self.versions.add_model(model_path, spec.model)
         self.model_path = model_path
         return spec
 

@@ -7,18 +7,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from protocol import limits
 from protocol.envelope import open_envelope, seal
 from protocol.identity import Identity
 from protocol.messages import Role, SamplingContract
 from protocol.refusals import RefusalReason, Refused
-from protocol.run_spec import BaseModelRef, RunSpec
+from protocol.run_spec import RunSpec
 from protocol.tasks import TaskSpec
 from swarmnode.config import ConfigError, RunSection
 from swarmnode.data_directory import DataDirectory, DataError, atomic_write
 from swarmnode.models import ModelNotFound, resolve_model
 from swarmnode.models.tiny_tasks import DEMO_TASKS
-from swarmnode.runtime.model_files import assets_match, file_assets
+from swarmnode.runtime.model_files import base_model, model_matches
 
 
 def build_spec(section: RunSection, identity: Identity) -> RunSpec:
@@ -27,14 +26,15 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
         model_path = resolve_model(section.model)
     except ModelNotFound as error:
         raise ConfigError(f"run.model: {error}") from error
-    assets = file_assets(model_path, limits.DEFAULT_CHUNK_BYTES)
     try:
         return RunSpec(
             name=section.name,
             nonce=os.urandom(16),
             preset=section.preset,
             mode=section.mode,
-            model=BaseModelRef(name=Path(section.model).name, assets=assets),
+            # In preset swarm every node begins its own policy from the base model's weights; in a fleet the
+            # newest version is all the weights that anybody needs.
+            model=base_model(Path(section.model).name, model_path, with_weights=section.preset == "swarm"),
             tasks=[TaskSpec.model_validate(task) for task in section.tasks or DEMO_TASKS],
             sampling=SamplingContract(
                 temperature=section.temperature,
@@ -54,6 +54,8 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"run{'.' + where if where else ''}: {first['msg']}") from error
+    except ValueError as error:
+        raise ConfigError(f"run.model: {error}") from error
 
 
 def save_spec(directory: DataDirectory, spec: RunSpec, identity: Identity) -> None:
@@ -103,10 +105,12 @@ def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) 
             path = resolve_model(configured)
         except ModelNotFound as error:
             raise ConfigError(f"model: {error}") from error
-        if not assets_match(path, model.assets, model.chunk_size):
+        # Where every node trains a policy of its own, it may begin from weights of its own.
+        if not model_matches(path, model, weights=spec.preset == "fleet"):
+            exact = model.weights and spec.preset == "fleet"
+            what = "its weights, configuration" if exact else "its configuration"
             raise ConfigError(
-                f"model: {path} is not the run's model {model.name!r}: "
-                "its configuration or tokenizer files differ"
+                f"model: {path} is not the run's model {model.name!r}: {what} or tokenizer files differ"
             )
         return path
     for name in ("tiny", str(directory.model_path)):
@@ -114,7 +118,7 @@ def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) 
             path = resolve_model(name) if name == "tiny" else Path(name)
         except ModelNotFound:
             continue
-        if path.is_dir() and assets_match(path, model.assets, model.chunk_size):
+        if path.is_dir() and model_matches(path, model):
             return path
     return None
 

@@ -84,6 +84,7 @@ class StateBuilder:
                 "batch_groups": spec.local_groups + spec.external_groups,
             },
             "policy": self._policy(roles),
+            "transfer": self._transfer(roles),
             "learner": self._learner(roles),
             "nodes": [self._self_row(roles), *self._member_rows()],
             "series": node.journal.series,
@@ -115,6 +116,10 @@ class StateBuilder:
             "swarm_version": newest,
             "lag": lag,
         }
+
+    def _transfer(self, roles: "Roles") -> dict[str, Any] | None:
+        transfer = None if roles.follower is None else roles.follower.transfer
+        return None if transfer is None else transfer.state()
 
     def _swarm_version(self, roles: "Roles") -> int | None:
         heard = [roles.version] if roles.version is not None else []

@@ -16,7 +16,7 @@ from protocol.chunks import chunk_hash, chunk_ranges
 from protocol.envelope import Envelope, open_envelope
 from protocol.messages import Manifest, Probe
 from protocol.refusals import Refused
-from protocol.run_spec import Asset
+from protocol.run_spec import Asset, BaseModelRef, WeightsFile
 from swarmnode.data_directory import atomic_write
 
 log = logging.getLogger(__name__)
@@ -117,13 +117,15 @@ class VersionStore:
         directory.mkdir(parents=True, exist_ok=True)
         atomic_write(directory / MANIFEST_NAME, stored.envelope.encoded)
 
-    def add_assets(self, model_path: Path, assets: list[Asset], chunk_size: int) -> None:
-        """Serve the base model's small files."""
-        for asset in assets:
-            if asset.chunks:
-                self.shelf.add(
-                    StoredFile(model_path / asset.path, asset.size_bytes, chunk_size, asset.chunks)
-                )
+    def add_model(self, model_path: Path, model: BaseModelRef) -> None:
+        """Serve the base model's files."""
+        for file in model.files:
+            if file.chunks:
+                self.add_file(model_path / file.path, file, model.chunk_size)
+
+    def add_file(self, path: Path, file: Asset | WeightsFile, chunk_size: int) -> None:
+        """Serve one of them."""
+        self._serve(StoredFile(path, file.size_bytes, chunk_size, file.chunks))
 
     def get(self, policy: bytes, version: int | None) -> StoredVersion | None:
         """One version of a policy, or the newest of which anything is held."""

@@ -2,21 +2,20 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
 
 from peers.base import PeerId
-from peers.chunk_exchange import TransferFailed, TransferProgress
+from peers.chunk_exchange import TransferFailed
 from peers.file_assembly import open_assembly, part_path
 from peers.swarm import Swarm
 from protocol.messages import Delta, Manifest
 from protocol.refusals import RefusalReason
 from protocol.run_spec import RunSpec
 from swarmnode.runtime.download import download_file
-from swarmnode.runtime.rates import Rate
 from swarmnode.runtime.rebuild import RebuildFailed
+from swarmnode.runtime.transfer import Transfer
 from swarmnode.runtime.version_store import (
     DELTA_NAME,
     WEIGHTS_NAME,
@@ -33,24 +32,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 5.0
 """Gossip is lossy: look for a newer version this often even when nothing is heard."""
-
-
-@dataclass
-class Transfer:
-    """A file that is being fetched."""
-
-    piece: Piece
-    total_bytes: int
-    done_bytes: int
-    rate: Rate = field(default_factory=Rate)
-    _began: bool = False
-
-    def note(self, progress: TransferProgress) -> None:
-        """Take in how far it is; what an earlier try left on disk did not come now."""
-        if self._began:
-            self.rate.add(progress.done_bytes - self.done_bytes)
-        self._began = True
-        self.done_bytes = progress.done_bytes
 
 
 class WeightFollower:
@@ -82,6 +63,7 @@ class WeightFollower:
         """`providers` are connected peers that may have chunks, whole versions or not."""
         self.newest_heard: int | None = None
         self.transfer: Transfer | None = None
+        """The file that is being fetched."""
         self._policy = policy
         self._spec = spec
         self._swarm = swarm
@@ -259,13 +241,15 @@ class WeightFollower:
         described = _described(manifest, piece)
         assert described is not None, "only files that exist are planned"
         path = self._path(piece)
-        transfer = self.transfer = Transfer(piece, described.size_bytes, self._partial.get(piece, 0))
+        transfer = self.transfer = Transfer(str(piece), described.size_bytes, self._partial.get(piece, 0))
+        if piece.kind == "snapshot":
+            self._on_event("info", f"fetching the {piece}, {described.size_bytes / 1e6:,.1f} MB")
         failure: Exception | None = None
         done = False
         try:
             with self._versions.keep(self._policy, piece.version):
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._reconsider, transfer, nursery.cancel_scope)
+                    nursery.start_soon(self._reconsider, piece, transfer, nursery.cancel_scope)
                     try:
                         await download_file(
                             self._swarm,
@@ -295,9 +279,9 @@ class WeightFollower:
         else:
             await self._hand_over(self._versions.add(manifest, envelope, None, path))
 
-    async def _reconsider(self, transfer: Transfer, scope: trio.CancelScope) -> None:
+    async def _reconsider(self, piece: Piece, transfer: Transfer, scope: trio.CancelScope) -> None:
         """End a transfer when newer versions have come meanwhile that make it useless."""
-        piece, newest = transfer.piece, self.newest_heard or 0
+        newest = self.newest_heard or 0
         while True:
             await self._news.wait()
             self._news = trio.Event()

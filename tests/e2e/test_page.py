@@ -185,6 +185,20 @@ def test_an_empty_state_and_a_missing_policy_are_shown_calmly(watched: Watched) 
     assert watched.complaints == []
 
 
+def test_a_worker_shows_how_far_the_weights_have_come(watched: Watched) -> None:
+    fetched = {"what": "snapshot of version 3", "done_bytes": 96_600_000, "total_bytes": 269_000_000}
+    watched.state |= {
+        "learner": None,
+        "policy": watched.state["policy"] | {"version": None, "swarm_version": 3, "lag": None},
+        "transfer": {**fetched, "percent": 35.9, "bytes_per_s": 12_100_000.0},
+    }
+    watched.open()
+    assert watched.text("#version-note") == "fetching the snapshot of version 3: 35 % of 269 MB, 12.1 MB/s"
+    watched.state["transfer"] = None
+    expect(watched.page.locator("#version-note")).to_have_text("the newest known")
+    assert watched.complaints == []
+
+
 def test_what_peers_say_is_never_taken_for_html(watched: Watched) -> None:
     state = watched.state
     state["nodes"].append(node_row(HOSTILE, HOSTILE, policy=HOSTILE, state="gone"))

@@ -2,7 +2,7 @@
 
 import { LineChart } from "./charts.js";
 import { Feed } from "./feed.js";
-import { byId, clock, count, decimal, isNumber, percent, plural, setText, words } from "./format.js";
+import { byId, clock, count, decimal, isNumber, megabytes, percent, plural, rate, setText, words } from "./format.js";
 import {
   NodesTable, showAges, showContribution, showEvents, showFacts, showGroups, showRefused, showStaleness,
 } from "./panels.js";
@@ -150,11 +150,15 @@ function showAccuracy(state, order) {
 
 const clamp = (value) => Math.min(1, Math.max(0, value));
 
-function showVersion({ policy, learner }) {
+const fetchingText = ({ what, percent: done, total_bytes, bytes_per_s }) =>
+  `fetching the ${what}: ${Math.floor(done)} % of ${megabytes(total_bytes / 1e6)}, ${rate(bytes_per_s / 1e6)} MB/s`;
+
+function showVersion({ policy, learner, transfer }) {
   setText(byId("version-now"), policy && isNumber(policy.version) ? `v${policy.version}` : "–");
   const lag = !policy ? "no policy here" : policy.lag ? `${plural(policy.lag, "version")} behind v${policy.swarm_version}` : "the newest known";
   const made = learner && `${plural(learner.updates ?? 0, "update")}, ${count(learner.published_versions ?? 0)} published`;
-  setText(byId("version-note"), made ?? lag);
+  const fetching = transfer && fetchingText(transfer);
+  setText(byId("version-note"), made || fetching || lag);
 }
 
 function showGroupCounts({ groups = {} }) {

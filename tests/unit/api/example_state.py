@@ -85,6 +85,7 @@ def example_state() -> dict[str, Any]:
             "batch_groups": 16,
         },
         "policy": {"id": "cd" * 32, "name": "fleet", "version": 58, "swarm_version": 58, "lag": 0},
+        "transfer": None,
         "learner": {
             "state": "training",
             "updates": 58,
