@@ -4,10 +4,10 @@ ratio multiplies anything, so its variance cannot blow up however old the data i
     loss = (β₂ · Σ over tokens of log π/μ − (R − V))²,    V = β₁ · log mean over the group of e^(R / β₁)
 
 OAPL (arXiv 2602.19362), β₁ = `oapl_beta1`, β₂ = `oapl_beta2`. The policy that maximises reward minus β · KL
-to μ is μ · e^((R − V)/β): with both equal to β its residual is zero. β₂ sets where the push ends, at Σ log π/μ
-= (R − V)/β₂: hundreds of nats as shipped, fit for answers of thousands of tokens; for short ones take about
-1 / tokens. R − V takes the place of the advantage. A completion's loss stands on each of its tokens; their
-mean (aggregation "sequence") is it again.
+to μ is μ · e^((R − V)/β): with both equal to β its residual is zero. β₂ sets where the push ends, at
+Σ log π/μ = (R − V)/β₂: hundreds of nats as shipped, fit for answers of thousands of tokens; for short ones
+take about 1 / tokens. R − V takes the place of the advantage. A completion's loss stands on each of its
+tokens; their mean (aggregation "sequence") is it again.
 """
 
 import torch
