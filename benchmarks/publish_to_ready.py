@@ -39,9 +39,10 @@ RUN = {
     "mode": "sequential",
     "max_staleness": 0,
     "pacing_batches": 1,
-    "group_size": 4,
-    "local_groups": 2,
-    "max_new_tokens": 12,
+    # So many that some group has unequal rewards: without, the gradient is zero and the delta empty.
+    "group_size": 8,
+    "local_groups": 4,
+    "max_new_tokens": 16,
     "partial_credit": True,
     "algorithm": {"loss_type": "grpo", "learning_rate": 1e-6},
 }
