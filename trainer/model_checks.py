@@ -19,9 +19,11 @@ from trainer.shared_prompts import can_share_prompts, longest_exact, packed_pred
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-3
-"""Largest relative difference of log-probs and gradients that still counts as rounding in float32."""
-TOLERANCE_16_BIT = 0.05
+TOLERANCE, TOLERANCE_16_BIT = 0.02, 0.3
+"""Largest relative difference (of all log-probs as one vector, and of all gradients) that still counts as
+rounding. A trained model amplifies rounding on the nonsense that it is checked with: SmolLM2-135M gives up to
+0.008 in float32 and 0.12 in bfloat16, real text 1e-4. A token that sees another's context gives 1.
+"""
 
 CHECK_TOKENS = 16
 """Token ids of the batch that a model is checked with."""
@@ -112,23 +114,28 @@ def _numbers(model: PreTrainedModel, logprobs: Callable[[], Tensor], autocast: b
     weights = torch.linspace(-1.0, 1.0, len(found), device=device)
     (gradient,) = torch.autograd.grad((found * weights).sum(), [embeddings])
     table = gradient.new_zeros(CHECK_TOKENS, gradient.shape[-1])
-    return found.detach(), table.index_add(0, ids.flatten(), gradient.flatten(0, 1))
+    return found.detach(), table.index_add(0, ids.flatten() // _stride(model), gradient.flatten(0, 1))
 
 
 def _difference(expected: tuple[Tensor, Tensor], actual: tuple[Tensor, Tensor]) -> float:
     return max(
-        float((a.float() - b.float()).abs().max() / a.float().abs().max().clamp(min=1e-9))
+        float((a.float() - b.float()).norm() / a.float().norm().clamp(min=1e-9))
         for a, b in zip(expected, actual, strict=True)
     )
 
 
+def _stride(model: PreTrainedModel) -> int:
+    """The checked token ids are multiples of this: spread over the vocabulary, whose first tokens are often
+    special ones that no model has learned to follow."""
+    return max(1, int(model.config.get_text_config(decoder=True).vocab_size) // CHECK_TOKENS)
+
+
 def _check_batch(model: PreTrainedModel) -> MicroBatch:
     """Uneven lengths, among them a prompt and a completion of one token."""
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> Tensor:
-        return torch.randint(0, min(vocabulary, CHECK_TOKENS), (count,), generator=generator)
+        return torch.randint(0, CHECK_TOKENS, (count,), generator=generator) * _stride(model)
 
     groups = [
         PromptRows(
