@@ -10,7 +10,8 @@ from benchmarks.lab_process import Channel
 from benchmarks.netlab import Lab
 
 PORT = 4000
-WARM_UP_S = 1.5
+WARM_UP_S = 4.0
+"""What TCP lost in its first overshoot is sent again later and would count in another second than it came."""
 MEASURE_S = 6.0
 _PIECE = 64 * 1024
 

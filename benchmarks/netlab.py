@@ -6,8 +6,7 @@ A gateway is the node's home router: `tc tbf` on its wan side caps the uplink, o
 It forwards on the IP layer, so its queue fills and drops as a real one's does (a cap on the node's own
 interface would push back into the sender's TCP, which flatters it). `Link.delay_ms` holds packets back on
 their way up, in a user-space delay line, because not every kernel has netem; a round trip between two nodes
-takes the sum of both. Senders cut their data into packets themselves, as if on a simple network card: a cap
-does not count the headers within larger pieces exactly, so whoever writes more at once would get 1 to 2 % more.
+takes the sum of both.
 
 Needs root, iproute2 and the kernel's veth, tbf and tun. Nothing outside the namespaces is touched. Everything
 is removed at the end, by a watchdog process when this one is killed, and by the next run or
@@ -18,13 +17,9 @@ when both were. `python -m benchmarks.netlab check` builds a small laboratory an
 """
 
 import argparse
-import ctypes
-import fcntl
 import os
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -53,8 +48,6 @@ MIN_QUEUE_BYTES = 10 * 1514
 BURST_MS = 10.0
 MIN_BURST_BYTES = 2 * 1514 + 64
 """The bucket: what may pass at line rate after a pause. Two packets at least, or tbf would starve."""
-
-_SIOCETHTOOL, _ETHTOOL_STSO, _ETHTOOL_SGSO = 0x8946, 0x1F, 0x24
 
 
 @dataclass(frozen=True)
@@ -211,10 +204,6 @@ class Lab:
         ip("-n", node, lines=lines)
         _set_sysctls(gateway, {"ip_forward": 1, "conf/all/rp_filter": 0, "conf/default/rp_filter": 0})
         _set_sysctls(node, {"tcp_no_metrics_save": 1})
-        with entered(node):
-            _cut_into_packets("eth0")
-        with entered(self._hub):
-            _cut_into_packets(f"p{i}")
         with entered(gateway):
             _cap("wan", link.up_mbit)
             _cap("lan", link.down_mbit)
@@ -280,15 +269,6 @@ def _cap(interface: str, mbit: float) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise LabError(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
-
-
-def _cut_into_packets(interface: str) -> None:
-    """Turn segmentation offload off, as `ethtool -K INTERFACE tso off gso off` does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for command in (_ETHTOOL_STSO, _ETHTOOL_SGSO):
-            value = ctypes.create_string_buffer(struct.pack("II", command, 0))
-            request = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))
-            fcntl.ioctl(control, _SIOCETHTOOL, request)
 
 
 def _set_sysctls(namespace: str, values: dict[str, int]) -> None:
