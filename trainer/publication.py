@@ -12,6 +12,7 @@ A version's directory appears complete or not at all. Its bytes may not have rea
 import logging
 import mmap
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -108,9 +109,11 @@ def publish(
     with new_directory(final, flush=False) as temporary:
         weights = temporary / WEIGHTS_NAME
         size_bytes = write_snapshot(weights, tensors)
-        data = _mapped(weights)
-        chunks = chunk_hashes(data, chunk_size, THREADS)
-        delta = None if parent is None else _write_delta(temporary / DELTA_NAME, parent, data, chunk_size)
+        with ThreadPoolExecutor(1, "publish") as pool:
+            described = pool.submit(_describe, weights, temporary / DELTA_NAME, parent, chunk_size)
+            # The model computes meanwhile.
+            measured = probe()
+            chunks, delta = described.result()
         publication = Publication(
             version=version,
             path=weights,
@@ -118,7 +121,7 @@ def publish(
             chunk_size=chunk_size,
             chunks=chunks,
             delta=delta,
-            probe=probe(),
+            probe=measured,
         )
         write_json(temporary / RECORD_NAME, _record(publication))
     keep_newest(folder, keep)
@@ -152,6 +155,15 @@ def read_publication(directory: Path) -> Publication:
 def published_versions(folder: Path) -> dict[int, Path]:
     """Directories of published versions, ascending; their content is not looked at."""
     return version_directories(folder)
+
+
+def _describe(
+    weights: Path, delta: Path, parent: Publication | None, chunk_size: int
+) -> tuple[list[bytes], PublishedDelta | None]:
+    """The chunks of a snapshot, and the delta from its parent, written to `delta`."""
+    data = _mapped(weights)
+    chunks = chunk_hashes(data, chunk_size, THREADS)
+    return chunks, None if parent is None else _write_delta(delta, parent, data, chunk_size)
 
 
 def _write_delta(path: Path, parent: Publication, new: memoryview, chunk_size: int) -> PublishedDelta | None:
