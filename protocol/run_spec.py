@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import FailFast, Field, model_validator
 
 from protocol import limits
+from protocol.adapter import AdapterSpec as AdapterSpec
 from protocol.algorithm import AlgorithmSpec as AlgorithmSpec
 from protocol.base import Digest, Key, Message, Name
 from protocol.messages import SamplingContract
@@ -101,6 +102,8 @@ class RunSpec(Message):
     """How many batches of groups a learner lets exist (waiting or being generated) at once."""
     partial_credit: bool = False
     """Whether a nearly right answer earns a fraction (what its family's own scorer gives) or nothing."""
+    adapter: AdapterSpec | None = None
+    """What is trained and published; None: all weights of the model."""
     algorithm: AlgorithmSpec = Field(default_factory=AlgorithmSpec)
     trust: TrustRules = Field(default_factory=TrustRules)
     learners: Annotated[list[Key], Field(max_length=1024)] = Field(default_factory=list)
@@ -108,6 +111,8 @@ class RunSpec(Message):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.adapter is not None and not self.model.weights:
+            raise ValueError("an adapter needs its base model: name the model's weights")
         if self.mode == "sequential" and self.max_staleness != 0:
             raise ValueError("mode 'sequential' means max_staleness = 0")
         if self.preset == "fleet" and not self.learners:

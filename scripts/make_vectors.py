@@ -64,6 +64,7 @@ def example_run_spec() -> run_spec.RunSpec:
         ],
         sampling=messages.SamplingContract(temperature=0.75, max_new_tokens=8, group_size=2),
         max_staleness=4,
+        adapter=run_spec.AdapterSpec(r=8, target_modules=["q_proj", "mlp.down_proj"]),
         learners=[LEARNER.key],
     )
 

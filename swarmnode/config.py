@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protocol.base import Name
 from protocol.messages import Role
-from protocol.run_spec import AlgorithmSpec
+from protocol.run_spec import AdapterSpec, AlgorithmSpec
 
 
 class ConfigError(Exception):
@@ -65,7 +65,11 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     token_budget: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens in one micro-batch, padding included."""
+    """Most tokens computed in one micro-batch: the larger, the more memory."""
+    gradient_checkpointing: bool = False
+    """Keep only what goes into each layer and compute the rest twice: less memory, a third more time."""
+    fp32_head: bool = True
+    """Whether the last layer computes in float32 when dtype is bfloat16."""
     eval_every: Annotated[int, Field(ge=1)] = 10
     """Updates between evaluations on held-out seeds."""
     eval_prompts: Annotated[int, Field(ge=1, le=100_000)] = 128
@@ -111,6 +115,8 @@ class RunSection(Section):
     pacing_batches: Annotated[int, Field(ge=1, le=10_001)] = 2
     partial_credit: bool = False
     """Whether nearly right answers earn a fraction: helps a model that wraps right answers in words."""
+    adapter: AdapterSpec | None = None
+    """A low-rank adapter to train instead of all weights."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
 
     @model_validator(mode="after")

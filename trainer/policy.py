@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from protocol.adapter import AdapterSpec
 from trainer.batching import MicroBatch
 from trainer.forward import row_logits, row_predictions
 from trainer.head import chosen_logprobs
+from trainer.lora import AdapterError, add_adapter, loadable_tensors, without_adapter
 from trainer.model_checks import known_head, share_prompts_if_exact
 from trainer.shared_prompts import can_share_prompts, packed_predictions
 
@@ -77,13 +79,12 @@ class Policy:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live weights and buffers by name; of tensors that share memory (tied embeddings) only the
-        first."""
-        unique: dict[tuple[int, torch.Size], str] = {}
-        for name, tensor in self.model.state_dict().items():
-            unique.setdefault((tensor.data_ptr(), tensor.shape), name)
-        state = self.model.state_dict()
-        return {name: state[name] for name in unique.values()}
+        """What is trained and published, live, by name: the adapter where there is one, else all weights and
+        buffers; of tensors that share memory (tied embeddings) only the first."""
+        unique: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in loadable_tensors(self.model).items():
+            unique.setdefault(id(tensor), (name, tensor.detach()))
+        return dict(unique.values())
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Copy weights in, in place. Raises `PolicyLoadError` when names or shapes are not this model's."""
@@ -111,8 +112,9 @@ class Policy:
 
         def round_weights(module: nn.Module, _inputs: Any) -> None:
             for parameter in module.parameters(recurse=False):
-                masters[parameter] = parameter.data
-                parameter.data = parameter.data.to(torch.bfloat16).float()
+                if parameter.requires_grad:  # a frozen base model is not published, and nobody rounds it
+                    masters[parameter] = parameter.data
+                    parameter.data = parameter.data.to(torch.bfloat16).float()
 
         def restore(module: nn.Module, *_: Any) -> None:
             for parameter in module.parameters(recurse=False):
@@ -133,11 +135,32 @@ class Policy:
                 parameter.data = master
 
 
-def load_policy(model_dir: Path | str, *, device: str = "cpu", dtype: str = "float32") -> Policy:
-    """The policy of a Hugging Face folder. `dtype` "bfloat16" computes in it; master weights are float32
-    either way.
+class BasePolicy:
+    """The base model under a policy's adapter, without a copy of it."""
 
-    Raises `PolicyLoadError` with one line.
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
+        """As `Policy.token_logprobs`."""
+        with without_adapter(self._policy.model):
+            return self._policy.token_logprobs(batch, temperature)
+
+
+def load_policy(
+    model_dir: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    adapter: AdapterSpec | None = None,
+    seed: int = 0,
+    fp32_head: bool = True,
+    checkpoint_layers: bool = False,
+) -> Policy:
+    """The policy of a Hugging Face folder. `dtype` "bfloat16" computes in it.
+
+    What is trained is float32 either way; a base model under an adapter is kept in `dtype`. `seed` is that of
+    the adapter's first weights. Raises `PolicyLoadError` with one line.
     """
     if dtype not in ("float32", "bfloat16"):
         raise PolicyLoadError(f"dtype {dtype!r} is not known: choose float32 or bfloat16")
@@ -153,7 +176,7 @@ def load_policy(model_dir: Path | str, *, device: str = "cpu", dtype: str = "flo
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
-            dtype=torch.float32,
+            dtype=torch.bfloat16 if adapter is not None and dtype == "bfloat16" else torch.float32,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -170,11 +193,18 @@ def load_policy(model_dir: Path | str, *, device: str = "cpu", dtype: str = "flo
             f"the weights in {folder} do not fit its config.json ({len(absent)} missing or of another shape, "
             f"first {absent[0]}): copy or download the folder again"
         )
+    if adapter is not None:
+        try:
+            add_adapter(model, adapter, dtype=torch.float32, seed=seed)
+        except AdapterError as error:
+            raise PolicyLoadError(str(error)) from error
     try:
         model = model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise PolicyLoadError(f"device {device!r} cannot be used: {_one_line(error)}") from error
-    return Policy(model, autocast=dtype == "bfloat16")
+    return Policy(
+        model, autocast=dtype == "bfloat16", fp32_head=fp32_head, checkpoint_layers=checkpoint_layers
+    )
 
 
 def _from_logits(logits_BTV: Tensor, ids_BT: Tensor) -> TokenLogprobs:

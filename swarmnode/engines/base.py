@@ -26,6 +26,10 @@ class SampledCompletion:
     finish: Literal["stop", "length"]
 
 
+class EngineError(RuntimeError):
+    """The engine cannot be built or cannot generate. One line that says what to do."""
+
+
 class LoadError(Exception):
     """A version could not be loaded; the engine still has the old weights."""
 

@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.initialization import no_init_weights
 
-from swarmnode.engines.base import GroupRequest, LoadError, SampledCompletion
+from protocol.adapter import AdapterSpec
+from swarmnode.engines.base import EngineError, GroupRequest, LoadError, SampledCompletion
+from swarmnode.engines.building import (
+    base_model_with_adapter,
+    load_config,
+    model_without_weights,
+    usable_device,
+)
 from swarmnode.engines.gumbel_torch import sample_rows, signed_seed
 from swarmnode.engines.kv_cache import cache_bytes_per_token, decoding_cache
 from swarmnode.engines.layout import Layout, read_layout
@@ -23,12 +28,9 @@ from swarmnode.engines.memory import refuse_unless_fits
 from swarmnode.engines.patching import LivePatch
 from swarmnode.engines.weights import read_weights, swap_weights
 from swarmnode.environments.prompt import load_tokenizer
+from trainer.lora import loadable_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class EngineError(RuntimeError):
-    """The engine cannot be built or cannot generate. One line that says what to do."""
 
 
 @dataclass
@@ -69,8 +71,10 @@ class TransformersEngine:
         threads: int = 1,
         max_batch_sequences: int = 64,
         eos_ids: Sequence[int] | None = None,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         """`eos_ids`: what ends a completion; by default what the folder's tokenizer and configurations name.
+        `adapter`: versions hold such an adapter only, and the folder's weights are the base model's.
 
         Raises `EngineError`, `NotEnoughMemory`, `TokenizerError`.
         """
@@ -78,41 +82,20 @@ class TransformersEngine:
             raise EngineError(f"engine.dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
         self.name = f"transformers/{dtype}"
         self.max_batch_sequences = max_batch_sequences
-        self._device = _usable_device(device)
+        self._device = usable_device(device)
         self._dtype = DTYPES[dtype]
         self._version: int | None = None
         self._layout: Layout | None = None
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
-        self._config = _load_config(model_dir)
+        self._config = load_config(model_dir)
         ends = load_tokenizer(model_dir).eos_ids if eos_ids is None else tuple(eos_ids)
         self._eos = torch.tensor(ends, dtype=torch.int64, device=self._device)
         self._last = torch.tensor([-1], device=self._device)
-        self._model = self._build(model_dir)
-
-    def _build(self, model_dir: Path) -> Any:
-        def build() -> Any:
-            with no_init_weights():
-                return AutoModelForCausalLM.from_config(
-                    self._config, dtype=self._dtype, trust_remote_code=False
-                )
-
-        try:
-            with torch.device("meta"):
-                count = sum(parameter.numel() for parameter in build().parameters())
-            # Twice, because old and new weights are both there while a version is loaded and checked.
-            refuse_unless_fits(
-                2 * count * self._dtype.itemsize,
-                self._device,
-                f"a model of {count / 1e6:,.1f} million parameters",
-                'use engine.dtype = "bfloat16", a smaller model, or another machine',
-            )
-            model = build()
-            model.tie_weights()  # part of the initialization that was left out
-            model = model.to(self._device).eval().requires_grad_(False)
-        except (ValueError, ImportError, OSError) as error:
-            raise EngineError(f"{model_dir}: transformers cannot build this model: {error}") from error
-        return model
+        if adapter is None:
+            self._model = model_without_weights(model_dir, self._config, self._dtype, self._device)
+        else:
+            self._model = base_model_with_adapter(model_dir, self._config, adapter, self._dtype, self._device)
 
     @property
     def version(self) -> int | None:
@@ -128,13 +111,14 @@ class TransformersEngine:
 
         `check` runs with the new weights in place and may raise `LoadError`.
         """
-        tensors, layout = read_weights(path, self._model), read_layout(path)
-        previous = swap_weights(self._model, tensors)
+        own = loadable_tensors(self._model)
+        tensors, layout = read_weights(path, own), read_layout(path)
+        previous = swap_weights(own, tensors)
         try:
             if check is not None:
                 check()
         except BaseException:
-            swap_weights(self._model, previous)
+            swap_weights(own, previous)
             raise
         self._version, self._layout = version, layout
 
@@ -162,7 +146,7 @@ class TransformersEngine:
     def _new_patch(self) -> LivePatch:
         if self._layout is None:
             raise LoadError("no version is loaded that a delta could change")
-        return LivePatch(self._model.state_dict(keep_vars=True), self._layout)
+        return LivePatch(loadable_tensors(self._model), self._layout)
 
     @torch.inference_mode()
     def probe(self, token_ids: list[int]) -> list[float]:
@@ -345,30 +329,6 @@ def pays_to_drop(finished: int, alive: int, steps: int) -> bool:
     for more, so that all copies of a batch together cost no more than five full ones.
     """
     return 4 * finished > alive and 2 * finished * steps > alive
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        what = str(error).splitlines()[0]
-        raise EngineError(
-            f'engine.device = "{name}" cannot be used ({what}): use "cpu", or a torch built for that device'
-        ) from error
-    return device
-
-
-def _load_config(model_dir: Path) -> PreTrainedConfig:
-    if not (model_dir / "config.json").is_file():
-        raise EngineError(f"{model_dir} is not a model folder: it has no config.json")
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            model_dir, trust_remote_code=False, local_files_only=True
-        )
-    except (ValueError, OSError, KeyError) as error:
-        raise EngineError(f"{model_dir}/config.json cannot be used: {error}") from error
-    return config
 
 
 __all__ = ["EngineError", "LoadError", "TransformersEngine"]

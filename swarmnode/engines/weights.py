@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from swarmnode.engines.base import LoadError
 
@@ -14,24 +13,23 @@ FLOAT_TYPES = frozenset({"BF16", "F16", "F32"})
 Tensors = dict[str, torch.Tensor]
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Names of the model's weights and saved buffers, those of one tensor (tied weights) together."""
+def tied_names(own: Tensors) -> list[list[str]]:
+    """The names, those of one tensor (tied weights) together."""
     by_tensor: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in own.items():
         by_tensor[id(tensor)].append(name)
     return list(by_tensor.values())
 
 
-def read_weights(path: Path, model: nn.Module) -> Tensors:
-    """The file's tensors for `model`, one per tied group, copied to its device and dtypes.
+def read_weights(path: Path, own: Tensors) -> Tensors:
+    """The file's tensors for a model whose live ones are `own`, one per tied group, on its device, in its types.
 
-    Raises `LoadError` unless the file has every weight, nothing else, in the model's shapes, finite.
+    Raises `LoadError` unless the file has every one, nothing else, in the same shapes, finite.
     """
-    own: Tensors = dict(model.state_dict(keep_vars=True))
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             present = set(file.keys())
-            _refuse_other_names(path, present, own, tied_names(model))
+            _refuse_other_names(path, present, own, tied_names(own))
             for name in sorted(present):
                 part = file.get_slice(name)
                 shape, kind = list(part.get_shape()), part.get_dtype()
@@ -43,7 +41,7 @@ def read_weights(path: Path, model: nn.Module) -> Tensors:
                     raise LoadError(
                         f"{path}: {name} is of type {kind}, only {', '.join(sorted(FLOAT_TYPES))} load"
                     )
-            return _read_checked(path, file, present, own, tied_names(model))
+            return _read_checked(path, file, present, own, tied_names(own))
     except (OSError, SafetensorError) as error:
         raise LoadError(f"{path} cannot be read as safetensors: {error}") from error
 
@@ -77,9 +75,8 @@ def _read_checked(
     return tensors
 
 
-def swap_weights(model: nn.Module, tensors: Tensors) -> Tensors:
-    """Put `tensors` (one per tied group) into `model`; return what was there before."""
-    own = model.state_dict(keep_vars=True)
+def swap_weights(own: Tensors, tensors: Tensors) -> Tensors:
+    """Put `tensors` (one per tied group) in the place of a model's own; return what was there before."""
     previous: Tensors = {}
     for name, tensor in tensors.items():
         previous[name] = own[name].data

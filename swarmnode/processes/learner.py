@@ -33,8 +33,8 @@ from swarmnode.processes.inbox import Inbox, Stopped
 from trainer.checkpoint import CheckpointError
 from trainer.collapse import HaltRules
 from trainer.groups import BadGroup, TrainingGroup, external_group, local_group
-from trainer.learner import Learner, TrainingHalted, UpdateAbandoned, UpdateResult
-from trainer.policy import Policy, PolicyLoadError, load_policy
+from trainer.learner import Learner, LogprobSource, TrainingHalted, UpdateAbandoned, UpdateResult
+from trainer.policy import BasePolicy, Policy, PolicyLoadError, load_policy
 from trainer.publication import Publication
 from trainer.store import LearnerStore
 
@@ -75,6 +75,8 @@ class LearnerSettings(BaseModel):
     max_updates: int | None = Field(default=None, ge=0)
     max_seconds: float | None = Field(default=None, ge=0)
     token_budget: int = Field(default=8192, ge=1)
+    gradient_checkpointing: bool = False
+    fp32_head: bool = True
     min_ess: float = Field(default=0.1, ge=0, le=1)
     min_entropy: float = Field(default=1e-3, ge=0)
     halt_after: int = Field(default=5, ge=1)
@@ -147,7 +149,15 @@ class LearnerProcess:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._environment = build_environment(spec.tasks, spec.partial_credit)
         self._engine: Engine | None = None
-        policy = load_policy(self._model_dir, device=settings.device, dtype=settings.dtype)
+        policy = load_policy(
+            self._model_dir,
+            device=settings.device,
+            dtype=settings.dtype,
+            adapter=spec.adapter,
+            seed=settings.seed,
+            fp32_head=settings.fp32_head,
+            checkpoint_layers=settings.gradient_checkpointing,
+        )
         self._learner = Learner(
             policy,
             spec,
@@ -155,7 +165,7 @@ class LearnerProcess:
             token_budget=settings.token_budget,
             seed=settings.seed,
             halt_rules=HaltRules(settings.min_ess, settings.min_entropy, settings.halt_after),
-            reference=self._load_reference(),
+            reference=self._load_reference(policy),
         )
         question = self._environment.question(held_out_tasks(spec.tasks, 1)[0])
         self._store = LearnerStore(
@@ -179,11 +189,13 @@ class LearnerProcess:
             }
         )
 
-    def _load_reference(self) -> Policy | None:
-        """The base model beside the policy, where the run's `beta` needs it: its weights are in memory twice
-        then, in float32."""
+    def _load_reference(self, policy: Policy) -> LogprobSource | None:
+        """The base model beside the policy, where the run's `beta` needs it. Under an adapter it is there
+        already; else its weights are in memory twice then, in float32."""
         if not self._spec.algorithm.beta:
             return None
+        if self._spec.adapter is not None:
+            return BasePolicy(policy)
         reference = load_policy(self._model_dir, device=self._settings.device, dtype=self._settings.dtype)
         reference.model.requires_grad_(False)
         return reference
@@ -305,6 +317,7 @@ class LearnerProcess:
             dtype=settings.dtype,
             threads=settings.threads,
             max_batch_sequences=EVALUATION_BATCH,
+            adapter=self._spec.adapter,
         )
 
     # Limits

@@ -275,6 +275,7 @@ def configure(message: dict[str, Any]) -> RolloutWorker:
         dtype=settings.dtype,
         threads=settings.threads,
         max_batch_sequences=settings.max_batch_sequences,
+        adapter=spec.adapter,
     )
     return RolloutWorker(
         spec=spec,

@@ -32,9 +32,13 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
             nonce=os.urandom(16),
             preset=section.preset,
             mode=section.mode,
-            # In preset swarm every node begins its own policy from the base model's weights; in a fleet the
-            # newest version is all the weights that anybody needs.
-            model=base_model(Path(section.model).name, model_path, with_weights=section.preset == "swarm"),
+            # In preset swarm every node begins its own policy from the base model's weights, and an adapter is
+            # nothing without them; else the newest version is all the weights that anybody needs.
+            model=base_model(
+                Path(section.model).name,
+                model_path,
+                with_weights=section.preset == "swarm" or section.adapter is not None,
+            ),
             tasks=[TaskSpec.model_validate(task) for task in section.tasks or DEMO_TASKS],
             sampling=SamplingContract(
                 temperature=section.temperature,
@@ -47,6 +51,7 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
             external_groups=section.external_groups,
             pacing_batches=section.pacing_batches,
             partial_credit=section.partial_credit,
+            adapter=section.adapter,
             algorithm=section.algorithm,
             learners=[identity.key] if section.preset == "fleet" else [],
         )
@@ -106,8 +111,10 @@ def find_model(spec: RunSpec, configured: str | None, directory: DataDirectory) 
         except ModelNotFound as error:
             raise ConfigError(f"model: {error}") from error
         # Where every node trains a policy of its own, it may begin from weights of its own.
-        if not model_matches(path, model, weights=spec.preset == "fleet"):
-            exact = model.weights and spec.preset == "fleet"
+        # An adapter fits the weights that it was trained on.
+        own_weights = spec.preset == "swarm" and spec.adapter is None
+        if not model_matches(path, model, weights=not own_weights):
+            exact = model.weights and not own_weights
             what = "its weights, configuration" if exact else "its configuration"
             raise ConfigError(
                 f"model: {path} is not the run's model {model.name!r}: {what} or tokenizer files differ"

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from protocol.messages import SamplingContract
 from protocol.run_spec import (
     MAX_GROUP_ARRAY_BYTES,
+    AdapterSpec,
     AlgorithmSpec,
     Asset,
     BaseModelRef,
@@ -31,7 +32,7 @@ def test_the_run_id_is_the_hash_of_the_encoded_spec(spec: RunSpec) -> None:
 
 
 def test_the_run_id_of_a_fixed_spec(spec: RunSpec) -> None:
-    assert spec.run_id.hex() == "f85aac9382b00c5ad4fa44ac88a6e7ccd75341080dda9f50810c6ff1b2e204d2"
+    assert spec.run_id.hex() == "a88cce8d9bb40025eb0603879160bf2005dd8f1a40f5fbece1b1313e10076cc2"
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,30 @@ def test_who_may_publish(spec: RunSpec) -> None:
     assert not spec.may_publish(b"k" * 32)
     open_swarm = changed(spec, preset="swarm", learners=[])
     assert open_swarm.may_publish(b"k" * 32)
+
+
+def test_an_adapter_is_part_of_the_run_and_needs_its_base_model(spec: RunSpec) -> None:
+    file = WeightsFile(path="model.safetensors", size_bytes=1, chunks=[bytes(32)])
+    with_weights = changed(spec, model=BaseModelRef(name="tiny", assets=[], weights=[file]))
+    adapted = changed(with_weights, adapter=AdapterSpec(r=4))
+    assert len({with_weights.run_id, adapted.run_id, changed(adapted, adapter=AdapterSpec(r=8)).run_id}) == 3
+    assert RunSpec.decode(adapted.encode()) == adapted
+    with pytest.raises(ValidationError, match="needs its base model"):
+        changed(spec, adapter=AdapterSpec())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"r": 0},
+        {"alpha": 0.0},
+        {"target_modules": []},
+        {"target_modules": ["q_proj", "q_proj"]},
+        {"target_modules": ["q_proj|.*"]},
+        {"target_modules": ["a..b"]},
+        {"dropout": 0.1},
+    ],
+)
+def test_adapters_that_nobody_could_make_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        AdapterSpec(**bad)
