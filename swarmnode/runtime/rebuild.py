@@ -2,7 +2,6 @@
 verified."""
 
 import errno
-import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,24 +18,33 @@ class RebuildFailed(Exception):
     """The parent and the delta do not give the snapshot that the manifest names; the message says why."""
 
 
+class RebuildStopped(Exception):
+    """Somebody asked for an end."""
+
+
 def rebuild_snapshot(
-    parent: Path, delta: Path, target: Path, manifest: Manifest, threads: int = 2, *, flush: bool = True
+    parent: Path,
+    delta: Path,
+    target: Path,
+    manifest: Manifest,
+    threads: int = 2,
+    *,
+    flush: bool = True,
+    stop: threading.Event | None = None,
 ) -> None:
-    """Write at `target` the snapshot that `manifest` names. Holds `threads` chunks in memory.
+    """Write at `target` the snapshot that `manifest` names. Holds `threads` chunks and records in memory.
 
     `target` is then the whole file, or still what it was. Without `flush` that holds only until the machine
     stops: the version must not be recorded as held before `flush_file` has returned. Raises `RebuildFailed`
-    when the files do not give that snapshot, `OSError` when they cannot be read or written.
+    when the files do not give that snapshot, `OSError` when they cannot be read or written, `RebuildStopped`
+    soon after `stop` is set.
     """
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
     try:
         with parent.open("rb") as source, delta.open("rb") as changes, temporary.open("wb") as result:
-            if os.fstat(changes.fileno()).st_size == 0:
-                raise RebuildFailed(f"{delta} is empty")
-            with mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _Rebuild(source.fileno(), _open_delta(data, delta, manifest), result.fileno(), manifest).run(
-                    threads
-                )
+            opened = _open_delta(_FileBytes(changes.fileno()), delta, manifest)
+            work = _Rebuild(source.fileno(), opened, result.fileno(), manifest, stop or threading.Event())
+            work.run(threads)
             if flush:
                 os.fsync(result.fileno())
         temporary.replace(target)
@@ -53,7 +61,22 @@ def flush_file(path: Path) -> None:
     _sync(path.parent)
 
 
-def _open_delta(data: mmap.mmap, path: Path, manifest: Manifest) -> DeltaFile:
+class _FileBytes:
+    """A file to slice, read as it is sliced: a mapped one would count as this process's memory."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, item: slice, /) -> bytes:
+        start, end, _ = item.indices(self._size)
+        return os.pread(self._descriptor, end - start, start)
+
+
+def _open_delta(data: _FileBytes, path: Path, manifest: Manifest) -> DeltaFile:
     try:
         delta = DeltaFile(data)
     except DeltaError as error:
@@ -69,7 +92,9 @@ def _open_delta(data: mmap.mmap, path: Path, manifest: Manifest) -> DeltaFile:
 class _Rebuild:
     """The pass over the chunks, which any thread takes in turn."""
 
-    def __init__(self, source: int, delta: DeltaFile, result: int, manifest: Manifest) -> None:
+    def __init__(
+        self, source: int, delta: DeltaFile, result: int, manifest: Manifest, stop: threading.Event
+    ) -> None:
         size = os.fstat(source).st_size
         if size != manifest.size_bytes:
             raise RebuildFailed(
@@ -81,12 +106,15 @@ class _Rebuild:
         self._next = threading.Lock()
         # A file takes one write at a time, and threads that wait for that in the kernel lose more.
         self._write = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = stop
+        self._failed = threading.Event()
 
     def run(self, threads: int) -> None:
         with ThreadPoolExecutor(threads, "rebuild") as pool:
             for done in [pool.submit(self._work) for _ in range(threads)]:
                 done.result()
+        if self._stop.is_set():
+            raise RebuildStopped
 
     def _work(self) -> None:
         manifest = self._manifest
@@ -96,12 +124,13 @@ class _Rebuild:
                 start = index * manifest.chunk_size
                 self._rebuild(index, start, buffer[: min(manifest.chunk_size, manifest.size_bytes - start)])
         except BaseException:
-            self._stop.set()
+            self._failed.set()
             raise
 
     def _take(self) -> int | None:
         with self._next:
-            return None if self._stop.is_set() else next(self._indices, None)
+            ends = self._stop.is_set() or self._failed.is_set()
+            return None if ends else next(self._indices, None)
 
     def _rebuild(self, index: int, start: int, chunk: memoryview) -> None:
         version = self._manifest.version

@@ -88,9 +88,12 @@ class VersionStore:
         former = self._versions.get(key)
         if former is not None and former.state == state:
             weights_path = weights_path or former.weights_path
+        elif former is not None:
+            self._hide(former.weights_path)
+        if former is not None and former.manifest.delta == manifest.delta:
             delta_path = delta_path or former.delta_path
         elif former is not None:
-            self._forget(former)
+            self._hide(former.delta_path)
         stored = StoredVersion(manifest, envelope, state, weights_path, delta_path)
         self._versions[key] = stored
         if weights_path is not None:

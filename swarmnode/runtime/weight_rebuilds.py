@@ -51,7 +51,7 @@ class Rebuilds:
 
     async def run(self) -> None:
         """Rebuild until cancelled."""
-        self._stop.clear()
+        self._stop = threading.Event()
         # Threads of their own: priority that is given up cannot be taken back.
         pool = ThreadPoolExecutor(1, "rebuild", initializer=_lower_priority)
         try:
@@ -98,6 +98,7 @@ class Rebuilds:
                 target,
                 stored.manifest,
                 THREADS,
+                stop=self._stop,
             )
             try:
                 await trio.to_thread.run_sync(work.result, abandon_on_cancel=True)  # type: ignore[call-arg]

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from protocol.chunks import chunk_hashes
 from protocol.delta import encode_delta
 from protocol.messages import Manifest
-from swarmnode.runtime.rebuild import RebuildFailed, flush_file, rebuild_snapshot
+from swarmnode.runtime.rebuild import RebuildFailed, RebuildStopped, flush_file, rebuild_snapshot
 from tests.unit.protocol.delta_parts import safetensors
 
 CHUNK = 1 << 12
@@ -66,6 +67,14 @@ def test_the_new_snapshot_itself_may_stand_for_the_parent(versions: Versions) ->
     assert versions.target.read_bytes() == versions.new
 
 
+def test_it_can_be_stopped_and_leaves_nothing(versions: Versions) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(RebuildStopped):
+        versions.rebuild(stop=stop)
+    assert versions.files() == []
+
+
 def wrong_parent(versions: Versions) -> None:
     data = bytearray(versions.parent.read_bytes())
     data[30 * CHUNK] ^= 4
@@ -106,7 +115,7 @@ def delta_of_another_version(versions: Versions) -> None:
         (wrong_parent, "chunk 30 of version 8 has another hash"),
         (short_parent, "the parent has 163952 bytes, version 8 163954"),
         (cut_delta, "whose records end at"),
-        (no_delta, "is empty"),
+        (no_delta, "ends too early"),
         (damaged_delta, "the delta of version 8 is damaged: a damaged frame"),
         (delta_of_another_size, "is for 187 bytes in chunks of 4096, version 8 has 163954"),
         (delta_of_another_version, "has another hash"),
