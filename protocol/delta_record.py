@@ -12,7 +12,6 @@ with the new value's low bits is itself: applying a record twice changes nothing
 """
 
 import struct
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +74,11 @@ def encode_record(parts: list[ChangedElements]) -> bytes:
     classes = np.concatenate([_classes(part.old, part.new) for part in parts])
     gaps = _gaps(np.concatenate([part.positions for part in parts]).astype(np.int32))
     symbols, rests = _symbols(values, classes)
-    gap_frame, symbol_frame = _compress(gaps), _compress(symbols)
+    # A compressor serves one thread at a time, and a new one costs little beside a chunk.
+    compress = zstandard.ZstdCompressor(level=LEVEL).compress
+    gap_frame, symbol_frame = compress(gaps), compress(symbols)
     sizes = _SIZES.pack(len(gaps), len(gap_frame), len(symbol_frame))
-    return b"".join((sizes, gap_frame, symbol_frame, _compress(rests) if rests else b""))
+    return b"".join((sizes, gap_frame, symbol_frame, compress(rests) if rests else b""))
 
 
 def decode_record(payload: bytes | memoryview, elements: int, width: int) -> Record:
@@ -94,15 +95,18 @@ def decode_record(payload: bytes | memoryview, elements: int, width: int) -> Rec
         raise DeltaError("a record ends too early")
     if not 1 <= gap_count <= elements:
         raise DeltaError(f"{gap_count} gaps in a chunk of {elements} elements")
-    gaps = _decompress(payload[_SIZES.size : symbols_at], gap_count)
+    decompressor = zstandard.ZstdDecompressor()
+    gaps = _decompress(decompressor, payload[_SIZES.size : symbols_at], gap_count)
     positions = _positions(gaps, elements)
-    symbols = _decompress(payload[symbols_at:rests_at], len(positions))
+    symbols = _decompress(decompressor, payload[symbols_at:rests_at], len(positions))
     if int(symbols.max()) >= len(_BITS_OF_SYMBOL):
         raise DeltaError(f"symbol {symbols.max()} has no meaning")
     low = _LOW_OF_SYMBOL[symbols].astype(f"<u{width}")
     large = np.flatnonzero(symbols >= _FIRST_REST)
     if len(large):
-        _put_rests(low, symbols, large, payload[rests_at:], width)
+        size = _rest_size(symbols[large], width)
+        rests = _decompress(decompressor, payload[rests_at:], size)
+        _put_rests(low, symbols, large, rests)
     elif rests_at != len(payload):
         raise DeltaError(f"{len(payload) - rests_at} bytes after the end of a record")
     return Record(positions, low, _BITS_OF_SYMBOL[symbols])
@@ -161,47 +165,36 @@ def _symbols(values: Array, classes: npt.NDArray[np.uint8]) -> tuple[bytes, byte
     return symbols.tobytes(), b"".join(planes)
 
 
-def _put_rests(
-    low: Array, symbols: npt.NDArray[np.uint8], large: Array, frame: bytes | memoryview, width: int
-) -> None:
-    """Fill in the values that are not in their symbols, which stand at `large`."""
-    kinds = symbols[large] - np.uint8(_FIRST_REST)
-    counts = np.bincount(kinds, minlength=len(_REST_BYTES))
+def _rest_size(symbols: npt.NDArray[np.uint8], width: int) -> int:
+    """Bytes that the values of these symbols, all of them 124 to 127, take among the rests."""
+    counts = np.bincount(symbols - np.uint8(_FIRST_REST), minlength=len(_REST_BYTES)).tolist()
     if any(count and size > width for count, size in zip(counts, _REST_BYTES, strict=True)):
         raise DeltaError(f"a value of more than {width} bytes")
-    total = sum(int(count) * size for count, size in zip(counts, _REST_BYTES, strict=True))
-    rests = _decompress(frame, total)
+    return sum(count * size for count, size in zip(counts, _REST_BYTES, strict=True))
+
+
+def _put_rests(
+    low: Array, symbols: npt.NDArray[np.uint8], large: Array, rests: npt.NDArray[np.uint8]
+) -> None:
+    """Fill in the values that are not in their symbols, which stand at `large`."""
     begin = 0
     for index, size in enumerate(_REST_BYTES):
-        end = begin + int(counts[index]) * size
-        planes = rests[begin:end].reshape(size, -1)
-        low[large[kinds == index]] = np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(-1)
+        at = large[symbols[large] == _FIRST_REST + index]
+        end = begin + len(at) * size
+        low[at] = np.ascontiguousarray(rests[begin:end].reshape(size, -1).T).view(f"<u{size}").reshape(-1)
         begin = end
 
 
-class _Contexts(threading.local):
-    """A compression context serves one thread at a time."""
-
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=LEVEL)
-        self.decompressor = zstandard.ZstdDecompressor()
-
-
-_contexts = _Contexts()
-
-
-def _compress(data: bytes) -> bytes:
-    return _contexts.compressor.compress(data)
-
-
-def _decompress(frame: bytes | memoryview, size: int) -> npt.NDArray[np.uint8]:
+def _decompress(
+    decompressor: zstandard.ZstdDecompressor, frame: bytes | memoryview, size: int
+) -> npt.NDArray[np.uint8]:
     """The content of one frame, which must be `size` bytes."""
     try:
         # The library allocates the size that a frame declares, so this is looked at first.
         declared = zstandard.get_frame_parameters(frame).content_size
         if declared != size:
             raise DeltaError(f"a frame declares {declared} bytes where {size} are due")
-        data = _contexts.decompressor.decompress(frame, allow_extra_data=False)
+        data = decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DeltaError(f"a damaged frame: {error}") from error
     return np.frombuffer(data, np.uint8)

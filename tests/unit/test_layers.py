@@ -16,7 +16,7 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "tests", "scripts", "benchmarks"}
 IMPORTERS = {"__import__", "import_module", "importlib.import_module"}
-PROTOCOL_LIBRARIES = {"msgpack", "cryptography", "numpy", "pydantic"}
+PROTOCOL_LIBRARIES = {"msgpack", "cryptography", "numpy", "pydantic", "zstandard"}
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
@@ -53,7 +53,7 @@ def test_imports_go_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_protocol_needs_four_libraries_and_the_standard_library() -> None:
+def test_protocol_needs_five_libraries_and_the_standard_library() -> None:
     allowed = PROTOCOL_LIBRARIES | set(sys.stdlib_module_names) | {"protocol"}
     wrong = [f"{where} imports {name}" for where, name in imports_of("protocol") if name not in allowed]
     assert not wrong, "\n".join(wrong)
