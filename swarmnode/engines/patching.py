@@ -5,6 +5,7 @@ without loss: in the file's own type, or as a float32 made from bfloat16 or floa
 """
 
 import mmap
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,14 +40,6 @@ _EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_00
 """All of these bits set: the value is not finite."""
 
 
-def _bfloat16_of(bits: Array) -> Array:
-    return (bits >> np.uint32(16)).astype(np.uint16)
-
-
-def _from_bfloat16(bits: Array) -> Array:
-    return bits.astype(np.uint32) << np.uint32(16)
-
-
 def _float16_of(bits: Array) -> Array:
     return bits.view(np.float32).astype(np.float16).view(np.uint16)
 
@@ -56,11 +49,6 @@ def _from_float16(bits: Array) -> Array:
 
 
 Convert = Callable[[Array], Array]
-_WIDENED: dict[str, tuple[Convert, Convert]] = {
-    "BF16": (_bfloat16_of, _from_bfloat16),
-    "F16": (_float16_of, _from_float16),
-}
-"""By the file's type: the bits in the file of a float32 in the model, and the reverse."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +59,10 @@ class _Live:
     width: int
     """Bytes per element in the file."""
     bits: torch.Tensor
-    """The model's elements as integers, flat, in its own memory."""
+    """The model's elements as integers, flat, in its own memory. Of a float32 made from a bfloat16 the upper
+    half only: they are the same but for sixteen zeros."""
     convert: tuple[Convert, Convert] | None
+    """From the model's bits to those in the file, and back."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +153,13 @@ class LivePatch:
 
 def _live(placed: Placed, tensor: torch.Tensor) -> _Live:
     same = _SAME.get(placed.dtype)
-    convert = None
-    if tensor.dtype != same:
-        if tensor.dtype != torch.float32 or placed.dtype not in _WIDENED:
-            raise LoadError(f"{placed.name} is {placed.dtype} in the file and {tensor.dtype} in this engine")
-        convert = _WIDENED[placed.dtype]
     if not tensor.is_contiguous():
         raise LoadError(f"{placed.name} is not contiguous in this engine")
-    assert same is not None, "a type that the model has too"
-    width = same.itemsize
-    return _Live(placed, width, tensor.data.view(-1).view(_BITS[tensor.dtype.itemsize]), convert)
+    flat = tensor.data.view(-1)
+    if same is not None and tensor.dtype == same:
+        return _Live(placed, same.itemsize, flat.view(_BITS[same.itemsize]), None)
+    if tensor.dtype == torch.float32 and same == torch.bfloat16 and sys.byteorder == "little":
+        return _Live(placed, same.itemsize, flat.view(torch.int16)[1::2], None)
+    if tensor.dtype == torch.float32 and same == torch.float16:
+        return _Live(placed, same.itemsize, flat.view(torch.int32), (_float16_of, _from_float16))
+    raise LoadError(f"{placed.name} is {placed.dtype} in the file and {tensor.dtype} in this engine")
