@@ -70,9 +70,9 @@ def _set(descriptor: int, name: str) -> None:
 
 
 def remove_run(prefix: str) -> int:
-    """Kill all inside the namespaces of one run and remove them and its files; how many there were.
+    """Kill all inside the namespaces of one run, remove them and its files; how many namespaces there were.
 
-    Several processes may do this at the same time.
+    Files elsewhere are those that a link among its files names. Several processes may do this at once.
     """
     names = _names(prefix)
     for name in names:
@@ -89,6 +89,9 @@ def remove_run(prefix: str) -> int:
             if name in _names(prefix):
                 raise
     for path in SCRATCH.glob(f"{prefix}*"):
+        for link in path.glob("*"):
+            if link.is_symlink() and link.readlink().name.startswith(prefix):
+                shutil.rmtree(link.readlink(), ignore_errors=True)
         shutil.rmtree(path, ignore_errors=True)
     return len(names)
 

@@ -144,6 +144,13 @@ class Lab:
         path.mkdir()
         return path
 
+    def scratch_elsewhere(self, parent: Path) -> Path:
+        """A new directory below `parent`, for more than fits into memory; removed with the laboratory."""
+        path = parent.resolve() / f"{self._prefix}data"
+        (self.directory / "elsewhere").symlink_to(path)
+        path.mkdir()
+        return path
+
     def traffic(self, node: int) -> tuple[int, int]:
         """Bytes that the node's interface has (sent, received) so far, headers and all."""
         with entered(self._node(node)):

@@ -64,12 +64,14 @@ def main() -> None:
 
 def _run_fleet(way: str, versions: int, arguments: argparse.Namespace) -> dict[str, Any]:
     links = [Link(arguments.up_mbit, arguments.up_mbit * DOWN_PER_UP)] * (1 + arguments.workers)
-    with Lab(links) as lab, tempfile.TemporaryDirectory(prefix="publish-", dir=arguments.directory) as root:
+    with Lab(links) as lab:
         _progress(f"{way}: measuring the links")
         rates = measure_rates(lab)
         addresses = [lab.address(number) for number in range(len(links))]
         updates = WARM_UP_VERSIONS + versions
-        fleet = lay_out(Path(root), arguments.model.resolve(), RUN, addresses, updates)
+        fleet = lay_out(
+            lab.scratch_elsewhere(arguments.directory), arguments.model.resolve(), RUN, addresses, updates
+        )
         _progress(f"{way}: starting {len(links)} nodes")
         learner = lab.start(0, "learner", run_learner, fleet.directories[0], way == "deltas")
         workers = [
@@ -163,7 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--deltas", type=int, help="versions measured with deltas, 6 by default")
     parser.add_argument("--snapshots", type=int, help="versions measured without, 3 by default")
     parser.add_argument("--up-mbit", type=float, default=100.0, help="every uplink, default %(default)s")
-    parser.add_argument("--directory", type=Path, help="where nodes keep their data, by default the system's")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="for nodes' data")
     arguments = parser.parse_args()
     quick = arguments.quick
     arguments.workers = arguments.workers or (3 if quick else 8)

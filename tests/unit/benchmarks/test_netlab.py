@@ -6,12 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.lab_process import Channel
 from benchmarks.link_rates import Rates, fluid_limit_s
-from benchmarks.namespaces import NAMESPACES, LabError, ip, remove_dead_runs, run_prefix
+from benchmarks.namespaces import NAMESPACES, SCRATCH, LabError, ip, remove_dead_runs, run_prefix
 from benchmarks.netlab import Lab, Link, why_not
 
 reason = why_not()
@@ -84,13 +85,14 @@ def test_nothing_stays_when_a_laboratory_ends() -> None:
 
 
 @needs_lab
-def test_nothing_stays_when_its_process_is_killed() -> None:
+def test_nothing_stays_when_its_process_is_killed(tmp_path: Path) -> None:
     code = (
-        "import time\n"
+        "import pathlib, time\n"
         "from benchmarks.netlab import Lab, Link\n"
         "from tests.unit.benchmarks.test_netlab import echo_server\n"
         "with Lab([Link(10, 10, delay_ms=5)]) as lab:\n"
         "    lab.start(0, 'server', echo_server, lab.address(0)).receive(20)\n"
+        f"    lab.scratch_elsewhere(pathlib.Path({str(tmp_path)!r}))\n"
         "    print('built', flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -99,12 +101,15 @@ def test_nothing_stays_when_its_process_is_killed() -> None:
     assert owner.stdout.readline() == "built\n"
     prefix = run_prefix(owner.pid)
     assert len(namespaces(prefix)) == 3
+    assert len(list(tmp_path.iterdir())) == 1
     owner.send_signal(signal.SIGKILL)
     owner.wait(10)
     deadline = time.monotonic() + 30
-    while namespaces(prefix) and time.monotonic() < deadline:
+    while (namespaces(prefix) or any(SCRATCH.glob(f"{prefix}*"))) and time.monotonic() < deadline:
         time.sleep(0.05)  # no event tells of another process's cleaning up
     assert namespaces(prefix) == []
+    assert list(SCRATCH.glob(f"{prefix}*")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @needs_lab
