@@ -89,6 +89,7 @@ class WeightFollower:
         self._partial: dict[Piece, int] = {}
         """Bytes on disk of files that are not complete."""
         self._looked_at: set[int] = set()
+        self._waits_for_rebuild = False
         self._wrong: set[Piece] = set()
         """Deltas that do not give the snapshot which their learner signed."""
 
@@ -159,7 +160,9 @@ class WeightFollower:
             if piece is None:
                 return  # It is all here, and being rebuilt.
             if piece.kind == "delta" and self._backlog > self._spec.max_staleness:
-                return  # Goes on when one is rebuilt: what waits for that must not fill the disk.
+                # What waits to be rebuilt must not fill the disk.
+                self._waits_for_rebuild = True
+                return
             try:
                 await self._fetch(piece)
             except TransferFailed as error:
@@ -179,6 +182,7 @@ class WeightFollower:
 
     async def _way(self, target: int, without: set[Piece], unknown: set[int]) -> Way | None:
         """The cheapest way to `target`, after asking for the manifests that it takes to know."""
+        self._looked_at.intersection_update(self._manifests.facts)
         while True:
             for version in [*self._manifests.facts]:
                 await self._look_on_disk(version)
@@ -312,7 +316,9 @@ class WeightFollower:
 
     async def _on_rebuilt(self, stored: StoredVersion) -> None:
         await self._hand_over(stored)
-        self._news.set()
+        if self._waits_for_rebuild:
+            self._waits_for_rebuild = False
+            self._news.set()
 
     async def _on_rebuild_failed(
         self, parent: StoredVersion, stored: StoredVersion, error: RebuildFailed
