@@ -11,34 +11,14 @@ import trio
 import trio.testing
 
 from peers.base import TransportError
-from protocol.chunks import state_hash
-from protocol.envelope import open_envelope, seal
-from protocol.messages import Credit, Delta, Manifest, Receipt, group_id
+from protocol.envelope import open_envelope
+from protocol.messages import Credit, Receipt, group_id
 from protocol.refusals import RefusalReason, Refused
-from swarmnode.runtime.version_store import StoredVersion
 from swarmnode.runtime.worker_role import HANGS_AFTER_S, MAX_OUTBOX, REFUSALS_BEFORE_DROP, WorkerRole
 from tests.unit.swarmnode.role_parts import LEARNER, WORKER, FakeChild, InlineStore, make_group, make_spec
+from tests.unit.swarmnode.stored_versions import stored
 
 SPEC = make_spec()
-
-
-def stored(version: int, parent: int | None = None, has_file: bool = True) -> StoredVersion:
-    """A version on disk; with `parent` there is its delta too."""
-    chunks = [b"%032d" % version]
-    delta = None
-    if parent is not None:
-        state = state_hash(1000, 1024, [b"%032d" % parent])
-        delta = Delta(parent=parent, parent_state=state, size_bytes=10, chunk_size=10, chunks=chunks)
-    manifest = Manifest(
-        policy=LEARNER.key, version=version, size_bytes=1000, chunk_size=1024, chunks=chunks, delta=delta
-    )
-    return StoredVersion(
-        manifest=manifest,
-        envelope=open_envelope(seal(LEARNER, SPEC.run_id, "manifest", 1, b""), run_id=SPEC.run_id),
-        state=manifest.state_hash,
-        weights_path=Path(f"/v{version}/weights") if has_file else None,
-        delta_path=Path(f"/v{version}/delta") if parent is not None else None,
-    )
 
 
 class ScriptedLearner:
