@@ -74,6 +74,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
         "highest_ratio": max(ratios),
         "median_publish_s": statistics.median(each["publish_s"] for each in run),
         "median_checkpoint_s": statistics.median(checkpoints) if checkpoints else None,
+        "publish_memory_mb": max(each["publish_memory_mb"] for each in run),
     }
 
 
@@ -112,7 +113,8 @@ def describe(results: dict[str, Any]) -> str:
             by_work,
             "memory beyond the files: "
             + ", ".join(f"{name} {most} MB" for name, most in codec["extra_memory_mb"].items()),
-            f"from the step to the published version {found['median_publish_s']:.2f} s"
+            f"from the step to the published version {found['median_publish_s']:.2f} s, with at most "
+            f"{found['publish_memory_mb']} MB more memory"
             + ("" if checkpoint is None else f"; a checkpoint takes {checkpoint:.1f} s after that"),
         ]
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.delta_codec import peak_of
 from protocol.messages import Completion, RolloutGroup, SamplingContract, group_id, prompt_hash
 from protocol.run_spec import AlgorithmSpec, BaseModelRef, RunSpec
 from protocol.tasks import TaskSpec, assigned_task, group_seed
@@ -54,6 +55,8 @@ class Version:
     generate_s: float
     update_s: float
     publish_s: float
+    publish_memory_mb: float
+    """Most memory that publishing took for a while: the probe's included."""
     checkpoint_s: float | None
     reward_mean: float
     informative_groups: int
@@ -91,6 +94,7 @@ def train(model: Path, folder: Path, setting: Setting) -> tuple[Path, list[Versi
     publication = store.resume()
     versions = []
     for _ in range(setting.versions):
+        peaks = {"publish": 0}
         started = time.perf_counter()
         rollouts.engine.load(publication.path, publication.version)
         groups = rollouts.batch(learner.version)
@@ -99,7 +103,8 @@ def train(model: Path, folder: Path, setting: Setting) -> tuple[Path, list[Versi
         generated = time.perf_counter()
         result = learner.update()
         updated = time.perf_counter()
-        published = store.publish(must=True)
+        with peak_of("publish", peaks):
+            published = store.publish(must=True)
         assert published is not None
         publication = published
         done = time.perf_counter()
@@ -109,6 +114,7 @@ def train(model: Path, folder: Path, setting: Setting) -> tuple[Path, list[Versi
             generate_s=generated - started,
             update_s=updated - generated,
             publish_s=done - updated,
+            publish_memory_mb=round(peaks["publish"] / 1e6, 1),
             checkpoint_s=time.perf_counter() - done if wrote else None,
             reward_mean=result.metrics["reward_mean"],
             informative_groups=sum(group.is_informative for group in groups),
