@@ -65,7 +65,9 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     token_budget: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens computed in one micro-batch: the larger, the more memory."""
+    """Most tokens that a process computes at once: the larger, the more memory."""
+    processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes on this machine that hold and train the policy together: one per GPU."""
     gradient_checkpointing: bool = False
     """Keep only what goes into each layer and compute the rest twice: less memory, a third more time."""
     fp32_head: bool = True

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from protocol.algorithm import AlgorithmSpec
 from trainer.policy import Policy, PolicyLoadError
@@ -15,7 +16,8 @@ class Optimizer:
     """One AdamW over a policy's weights. Weight decay falls on matrices only."""
 
     def __init__(self, policy: Policy, algorithm: AlgorithmSpec) -> None:
-        self._algorithm = algorithm
+        policy.tell("optimizer", algorithm=algorithm.encode())
+        self._policy, self._algorithm = policy, algorithm
         self._parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         groups = [
             {
@@ -33,35 +35,42 @@ class Optimizer:
 
     def clip_gradients(self) -> float:
         """Scale the gradients to a norm of at most `max_grad_norm`; their norm before that."""
+        self._policy.tell("clip_gradients")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._algorithm.max_grad_norm)
-        return float(norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self, updates_done: int, ess_ratio: float = 1.0) -> float:
         """One step with the accumulated gradients, which are cleared. Returns the learning rate.
 
         `ess_ratio` is the effective share of the batch's completions; 1 on policy.
         """
+        self._policy.tell("step", updates_done=updates_done, ess_ratio=ess_ratio)
         rate = learning_rate(self._algorithm, updates_done, ess_ratio)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
-        self.clear_gradients()
+        self._adamw.zero_grad(set_to_none=True)
         return rate
 
     def clear_gradients(self) -> None:
+        self._policy.tell("clear_gradients")
         self._adamw.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state, named "<moment>.<parameter>"."""
-        return {
-            f"{moment}.{name}": self._adamw.state[parameter][moment]
-            for name, parameter in self._parameters.items()
-            if parameter in self._adamw.state
-            for moment in MOMENTS
-        }
+        self._policy.tell("optimizer_tensors")
+        return self._policy.whole(
+            {
+                f"{moment}.{name}": self._adamw.state[parameter][moment]
+                for name, parameter in self._parameters.items()
+                if parameter in self._adamw.state
+                for moment in MOMENTS
+            }
+        )
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over a saved state. Raises `PolicyLoadError` when it is not one of this model."""
+        self._policy.tell("load_optimizer", tensors)
         self._adamw.state.clear()
         for key, tensor in tensors.items():
             moment, _, name = key.partition(".")
@@ -71,7 +80,10 @@ class Optimizer:
                     f"the saved optimizer state has {key!r}, this model has not: give the model of the run"
                 )
             state = self._adamw.state[parameter]
-            state[moment] = tensor.to(parameter.device, copy=True)
+            if moment == "step":
+                state[moment] = tensor.to(parameter.device, copy=True)
+            else:
+                state[moment] = self._policy.part_of(tensor, parameter)
 
 
 def learning_rate(algorithm: AlgorithmSpec, updates_done: int, ess_ratio: float = 1.0) -> float:

@@ -5,7 +5,7 @@ The model stays in evaluation mode: dropout would make the ratio at zero lag dif
 disk are read, only safetensors, and no code that comes with a model is ever run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +72,32 @@ class Policy:
             shared = self.share_prompts and can_share_prompts(self.model.config, batch)
             found = (packed_predictions if shared else row_predictions)(self.model, batch)
         logprobs_M, entropy_M = chosen_logprobs(found, self._head, temperature, self._head_dtype)
-        flat = torch.zeros(batch.mask_BT.numel(), device=self.device)
+        width = batch.mask_BT.shape[1]
+        places = found.places_M // width, found.places_M % width
+        nothing_BT = torch.zeros_like(batch.mask_BT)
         return TokenLogprobs(
-            flat.index_copy(0, found.places_M, logprobs_M).view_as(batch.mask_BT),
-            flat.index_copy(0, found.places_M, entropy_M).view_as(batch.mask_BT),
+            nothing_BT.index_put(places, logprobs_M), nothing_BT.index_put(places, entropy_M)
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """What is trained and published, live, by name: the adapter where there is one, else all weights and
         buffers; of tensors that share memory (tied embeddings) only the first."""
+        return self._live_tensors()
+
+    # Where several processes hold a policy, these three are more than nothing (`trainer.sharded_policy`).
+
+    def tell(self, action: str, tensors: Mapping[str, Tensor] | None = None, **values: Any) -> None:
+        """Have all who hold a part of this policy do `action` too. Here it has one holder."""
+
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The whole of tensors of which this process holds a part."""
+        return tensors
+
+    def part_of(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """This process's part of a whole tensor, split and placed as `like` is."""
+        return tensor.to(like.device, copy=True)
+
+    def _live_tensors(self) -> dict[str, Tensor]:
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in loadable_tensors(self.model).items():
             unique.setdefault(id(tensor), (name, tensor.detach()))
@@ -88,14 +105,20 @@ class Policy:
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Copy weights in, in place. Raises `PolicyLoadError` when names or shapes are not this model's."""
-        own = self.tensors()
+        own = self._live_tensors()
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
             raise PolicyLoadError(
                 "the saved weights are not of this model: give the model that the run began with"
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+                tensor.copy_(self.part_of(tensors[name], tensor))
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Inside, the model is the base model."""
+        with without_adapter(self.model):
+            yield
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-prob (temperature 1) of each token after the first given those before it, without gradient."""
@@ -143,7 +166,7 @@ class BasePolicy:
 
     def token_logprobs(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """As `Policy.token_logprobs`."""
-        with without_adapter(self._policy.model):
+        with self._policy.without_adapter():
             return self._policy.token_logprobs(batch, temperature)
 
 

@@ -9,6 +9,7 @@ crash loses of it is trained again under new numbers.
 import logging
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,12 @@ from swarmnode.processes.evaluation import evaluate
 from swarmnode.processes.inbox import Inbox, Stopped
 from trainer.checkpoint import CheckpointError
 from trainer.collapse import HaltRules
+from trainer.distributed import started_followers
 from trainer.groups import BadGroup, TrainingGroup, external_group, local_group
 from trainer.learner import Learner, LogprobSource, TrainingHalted, UpdateAbandoned, UpdateResult
 from trainer.policy import BasePolicy, Policy, PolicyLoadError, load_policy
 from trainer.publication import Publication
+from trainer.sharded_policy import load_sharded_policy
 from trainer.store import LearnerStore
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class LearnerSettings(BaseModel):
     max_updates: int | None = Field(default=None, ge=0)
     max_seconds: float | None = Field(default=None, ge=0)
     token_budget: int = Field(default=8192, ge=1)
+    processes: int = Field(default=1, ge=1)
     gradient_checkpointing: bool = False
     fp32_head: bool = True
     min_ess: float = Field(default=0.1, ge=0, le=1)
@@ -92,22 +96,28 @@ class LearnerProcess:
         self._first_training: float | None = None
         self._bad_groups: list[bytes] = []
         self._told_to_finish = False
+        self._followers = ExitStack()
+        """Other processes that train with this one; they end when this closes."""
         self._checkpoint_seconds = 0.0
         self._resumed = False
 
     def run(self) -> None:
         """Until the node asks for an end. Raises what keeps it from going on."""
-        try:
+        with self._followers:
             try:
-                self._train_to_the_end()
-            except TrainingHalted as halt:
-                self._halt(halt)
-            while True:
-                self._receive(timeout_s=60.0)
-        except (Stopped, UpdateAbandoned):
-            log.info("stopped as asked")
-            if self._resumed:
-                self._checkpoint(must=True)
+                self._train_and_stay()
+            except (Stopped, UpdateAbandoned):
+                log.info("stopped as asked")
+                if self._resumed:
+                    self._checkpoint(must=True)
+
+    def _train_and_stay(self) -> None:
+        try:
+            self._train_to_the_end()
+        except TrainingHalted as halt:
+            self._halt(halt)
+        while True:
+            self._receive(timeout_s=60.0)
 
     def _train_to_the_end(self) -> None:
         self._configure(self._await_configuration())
@@ -149,20 +159,12 @@ class LearnerProcess:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._environment = build_environment(spec.tasks, spec.partial_credit)
         self._engine: Engine | None = None
-        policy = load_policy(
-            self._model_dir,
-            device=settings.device,
-            dtype=settings.dtype,
-            adapter=spec.adapter,
-            seed=settings.seed,
-            fp32_head=settings.fp32_head,
-            checkpoint_layers=settings.gradient_checkpointing,
-        )
+        policy = self._load_policy()
         self._learner = Learner(
             policy,
             spec,
             message["policy"],
-            token_budget=settings.token_budget,
+            token_budget=settings.token_budget * settings.processes,
             seed=settings.seed,
             halt_rules=HaltRules(settings.min_ess, settings.min_entropy, settings.halt_after),
             reference=self._load_reference(policy),
@@ -188,6 +190,27 @@ class LearnerProcess:
                 "publication": publication_message(self._publication),
             }
         )
+
+    def _load_policy(self) -> Policy:
+        settings = self._settings
+        how: dict[str, Any] = {
+            "device": settings.device,
+            "dtype": settings.dtype,
+            "adapter": self._spec.adapter,
+            "seed": settings.seed,
+            "fp32_head": settings.fp32_head,
+            "checkpoint_layers": settings.gradient_checkpointing,
+        }
+        if settings.processes == 1:
+            return load_policy(self._model_dir, **how)
+        kind, _, number = settings.device.partition(":")
+        if number:
+            raise Failure(
+                f'learner.device = "{settings.device}" names one device for {settings.processes} processes: '
+                f'set it to "{kind}"'
+            )
+        processes = self._followers.enter_context(started_followers(settings.processes, kind))
+        return load_sharded_policy(processes, self._model_dir, **how)
 
     def _load_reference(self, policy: Policy) -> LogprobSource | None:
         """The base model beside the policy, where the run's `beta` needs it. Under an adapter it is there

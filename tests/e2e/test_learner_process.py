@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from protocol.messages import Completion, RolloutGroup, SamplingContract, group_id, prompt_hash
@@ -443,3 +444,40 @@ def test_a_wrong_model_folder_is_named_in_one_line(start: Any, tmp_path: Path) -
     node = start()
     node.configure(model_dir=tmp_path / "nothing")
     assert str(tmp_path / "nothing") in node.failure()
+
+
+def test_two_processes_train_one_policy_and_end_together(start: Any) -> None:
+    node = start(process=True, processes=2)
+    node.configure()
+    node.expect("ready", version=0)
+    (follower,) = psutil.Process(node.process.pid).children()
+    node.send_groups(range(2), version=0)
+    update = node.expect("update", version=1)
+    assert update["metrics"]["grad_norm"] > 0 and update["publication"]["version"] == 1
+    node.await_checkpoint(1)
+    node.process.kill()
+    node.process.wait(WAIT_S)
+    assert psutil.wait_procs([follower], timeout=WAIT_S)[1] == []
+
+    again = start(process=True, processes=2)
+    again.configure()
+    assert again.expect("ready", version=1)["publication"] == update["publication"]
+    (follower,) = psutil.Process(again.process.pid).children()
+    again.process.send_signal(signal.SIGTERM)
+    assert again.process.wait(WAIT_S) == 0
+    assert psutil.wait_procs([follower], timeout=WAIT_S)[1] == []
+
+
+def test_a_learner_ends_when_a_process_that_trains_with_it_does(start: Any) -> None:
+    node = start(process=True, processes=2)
+    node.configure()
+    node.expect("ready", version=0)
+    (follower,) = psutil.Process(node.process.pid).children()
+    follower.kill()
+    assert node.process.wait(WAIT_S) == 1
+
+
+def test_several_processes_on_one_device_are_refused(start: Any) -> None:
+    node = start(processes=2, device="cuda:1")
+    node.configure()
+    assert 'learner.device = "cuda:1" names one device for 2 processes' in node.failure()
