@@ -5,7 +5,8 @@ For a row with hidden state h, token y and logits z = f(W·h + b) / temperature:
     log p(y) = z_y − log Σ exp(z),    entropy = log Σ exp(z) − Σ exp(z) · z / Σ exp(z)
 
 Only one number per row is kept (log Σ exp z). Backward computes a chunk's logits again and turns them into
-d log p(y) / dz = onehot(y) − p in place. Peak memory is `CHUNK_BYTES` of logits, twice, however many rows
+d log p(y) / dz = onehot(y) − p in place. Under a frozen layer all that is ever needed is d log p(y) / dh: it is
+computed with the logits, and nothing twice. Peak memory is `CHUNK_BYTES` of logits, twice, however many rows
 there are.
 """
 
@@ -91,11 +92,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        ctx.is_frozen = not needs_weight and not needs_bias
+        ctx.logit_map, ctx.temperature, ctx.dtype = logit_map, temperature, dtype
         weight = weight_VH.to(dtype)
-        normalizers, logprobs, entropies = [], [], []
+        normalizers, logprobs, entropies, pulls = [], [], [], []
         for rows in _chunks(len(targets_M), len(weight_VH)):
-            logits = _logits(hidden_MH[rows].to(dtype), weight, bias_V)
-            logit_map.apply_(logits).div_(temperature)
+            logits = logit_map.apply_(_logits(hidden_MH[rows].to(dtype), weight, bias_V)).div_(temperature)
             largest = logits.amax(-1, keepdim=True)
             chosen = logits.gather(-1, targets_M[rows, None])[:, 0]
             powers = (logits - largest).exp_()
@@ -104,17 +107,26 @@ class _ChosenLogprobs(torch.autograd.Function):
             normalizers.append(normalizer)
             logprobs.append(chosen - normalizer)
             entropies.append(normalizer - torch.linalg.vecdot(powers, logits) / total)
-        normalizer_M = torch.cat(normalizers)
-        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, normalizer_M)
-        ctx.logit_map, ctx.temperature, ctx.dtype = logit_map, temperature, dtype
+            if ctx.is_frozen and needs_hidden:
+                del powers
+                unit = torch.ones_like(normalizer)
+                pull = _backward_(logits, normalizer, targets_M[rows], unit, logit_map, temperature)
+                pulls.append(pull.to(dtype) @ weight)
+        if pulls:
+            ctx.save_for_backward(torch.cat(pulls))
+        elif not ctx.is_frozen:
+            ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, torch.cat(normalizers))
         entropy_M = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_M)
         return torch.cat(logprobs), entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_frozen:
+            (pull_MH,) = ctx.saved_tensors
+            return (pull_MH * grads[0][:, None].to(pull_MH.dtype), *[None] * 6)
         hidden_MH, weight_VH, bias_V, targets_M, normalizer_M = ctx.saved_tensors
-        dtype, logit_map = ctx.dtype, ctx.logit_map
+        dtype = ctx.dtype
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         weight = weight_VH.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -123,20 +135,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for rows in _chunks(len(targets_M), len(weight_VH)):
             hidden = hidden_MH[rows].to(dtype)
-            logits = logit_map.apply_(_logits(hidden, weight, bias_V))
-            slope = None
-            if logit_map.softcap is not None:
-                slope = 1.0 - (logits / logit_map.softcap).square_()
-            logits.div_(ctx.temperature).sub_(normalizer_M[rows, None]).exp_()
-            # d log p(y) / dz = onehot(y) − p, times the gradient that comes in.
-            gradient = grads[0][rows, None]
-            logits.mul_(-gradient).scatter_add_(-1, targets_M[rows, None], gradient)
-            if slope is not None:
-                logits.mul_(slope)
-            logits.mul_(logit_map.scale / ctx.temperature)
+            logits = ctx.logit_map.apply_(_logits(hidden, weight, bias_V)).div_(ctx.temperature)
+            pull = _backward_(
+                logits, normalizer_M[rows], targets_M[rows], grads[0][rows], ctx.logit_map, ctx.temperature
+            )
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
-            narrow = logits.to(dtype)
+                grad_bias += pull.sum(0)
+            narrow = pull.to(dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = narrow @ weight
             if grad_weight is not None and dtype == wide:
@@ -147,11 +152,28 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
+
+
+def _backward_(
+    logits: Tensor,
+    normalizer: Tensor,
+    targets: Tensor,
+    gradient: Tensor,
+    logit_map: LogitMap,
+    temperature: float,
+) -> Tensor:
+    """From a chunk's logits (over temperature) the gradient with respect to W·h + b, in the same memory."""
+    slope = None
+    if logit_map.softcap is not None:
+        slope = 1.0 - (logits * (temperature / logit_map.softcap)).square_()
+    pull = logits.sub_(normalizer[:, None]).exp_()
+    # d log p(y) / dz = onehot(y) − p, times the gradient that comes in.
+    pull.mul_(-gradient[:, None]).scatter_add_(-1, targets[:, None], gradient[:, None])
+    if slope is not None:
+        pull.mul_(slope)
+    return pull.mul_(logit_map.scale / temperature)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias_V: Tensor | None) -> Tensor:

@@ -61,12 +61,30 @@ def test_large_logits_do_not_overflow() -> None:
     assert torch.isfinite(entropy).all()
 
 
-def test_a_frozen_layer_gets_no_gradient_and_its_input_does() -> None:
-    found, layer = inputs(False)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(2.0, 1.5)])
+def test_under_a_frozen_layer_its_input_has_its_gradient_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, logit_map: LogitMap
+) -> None:
+    monkeypatch.setattr(trainer.head, "CHUNK_BYTES", 4 * 4 * VOCABULARY)
+    found, layer = inputs(bias)
     layer.requires_grad_(False)
-    logprobs, _ = chosen_logprobs(found, OutputLayer(layer, LogitMap()), 1.0, torch.float64)
-    logprobs.sum().backward()
-    assert layer.weight.grad is None and found.hidden_MH.grad is not None
+    weights = torch.randn(ROWS, dtype=torch.float64)
+    expected, _ = definition(found, layer, logit_map, 0.7)
+    logprobs, _ = chosen_logprobs(found, OutputLayer(layer, logit_map), 0.7, torch.float64)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
+    (one,) = torch.autograd.grad((logprobs * weights).sum(), [found.hidden_MH])
+    (other,) = torch.autograd.grad((expected * weights).sum(), [found.hidden_MH])
+    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    assert layer.weight.grad is None
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    found, layer = inputs(True)
+    with torch.no_grad():
+        logprobs, _ = chosen_logprobs(found, OutputLayer(layer, LogitMap()), 1.0, torch.float64)
+    assert not logprobs.requires_grad
+    torch.testing.assert_close(logprobs, definition(found, layer, LogitMap(), 1.0)[0].detach())
 
 
 def test_float32_arithmetic_on_16_bit_weights_is_exact_where_16_bit_arithmetic_rounds() -> None:

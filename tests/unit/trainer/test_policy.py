@@ -99,6 +99,33 @@ def test_logprobs_entropies_and_gradients_are_those_of_each_row_alone(
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 8])
+def test_the_shared_prompt_forward_is_the_plain_one_to_1e_5(group_size: int) -> None:
+    """Log-probs, entropies, and the gradients of a mean loss, in float32."""
+    rng = np.random.default_rng(1)
+    groups = [
+        PromptRows(
+            rng.integers(0, VOCABULARY, size=40),
+            tuple(
+                TrainingRow(rng.integers(0, VOCABULARY, size=int(n)), None, 0.0)
+                for n in rng.integers(1, 12, size=group_size)
+            ),
+        )
+        for _ in range(3)
+    ]
+    batch = collate(groups)
+    advantages_B1 = torch.from_numpy(rng.normal(size=(3 * group_size, 1)).astype(np.float32))
+    found = []
+    for share_prompts in (False, True):
+        model = tiny_model()
+        result = Policy(model, share_prompts=share_prompts).token_logprobs(batch, 1.0)
+        loss = -(result.logprobs_BT * advantages_B1 * batch.mask_BT).sum() / batch.mask_BT.sum()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((result.logprobs_BT.detach(), result.entropy_BT, loss.detach(), gradients))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
 def test_prompts_are_shared_where_the_architecture_allows_it() -> None:
     assert Policy(tiny_model()).share_prompts
     assert Policy(absolute_positions_model()).share_prompts
