@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from protocol.adapter import AdapterSpec
 from protocol.delta import encode_delta
 from swarmnode.engines.base import LoadError
 from swarmnode.engines.transformers_engine import TransformersEngine
 from tests.unit.engines.conftest import EOS
+from trainer.policy import load_policy
 
 Tensors = dict[str, torch.Tensor]
 Dtype = Literal["float32", "bfloat16"]
@@ -105,6 +107,23 @@ def test_a_chain_of_deltas_is_applied_at_once(llama_dir: Path, versions: Version
     engine.patch([versions.delta(1), versions.delta(2)], 2)
     assert engine.version == 2
     assert same_bits(engine, loaded(llama_dir, versions.file(2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_patched_like_a_whole_model(llama_dir: Path, tmp_path: Path, dtype: Dtype) -> None:
+    adapter = AdapterSpec(r=4, alpha=8.0, target_modules=["q_proj", "up_proj"])
+    policy = load_policy(llama_dir, adapter=adapter)
+    generator = torch.Generator().manual_seed(1)
+    first = {
+        name: torch.randn(tensor.shape, generator=generator).to(torch.bfloat16)
+        for name, tensor in policy.tensors().items()
+    }
+    versions = Versions(tmp_path, first)
+    engines = [TransformersEngine(llama_dir, dtype=dtype, eos_ids=EOS, adapter=adapter) for _ in range(2)]
+    engines[0].load(versions.file(0), 0)
+    engines[0].patch([versions.delta(1), versions.delta(2)], 2)
+    engines[1].load(versions.file(2), 2)
+    assert same_bits(*engines)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
