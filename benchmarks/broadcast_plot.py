@@ -53,10 +53,12 @@ def _plot_rows(rows: dict[str, Any], path: Path) -> None:
             if "last_s" in rows[name]["systems"].get(system, {})
         ]
         if found:
-            bars = axes.bar(*zip(*found, strict=True), width, color=COLOURS[system], label=NAMES[system])
+            bars = axes.bar(
+                *zip(*found, strict=True), width=width, color=COLOURS[system], label=NAMES[system]
+            )
             axes.bar_label(bars, fmt="%.2f", fontsize=8)
     for x, name in enumerate(shown):
-        label = "bar for swarmnode" if x == 0 else None
+        label = "bar for swarmnode" if x == 0 else ""
         axes.hlines(rows[name]["bar"], x - width, x, colors="black", linewidth=1.5, label=label)
     axes.set(
         ylabel="last peer, over the fluid limit", xticks=range(len(shown)), xticklabels=shown, ylim=(0, None)

@@ -140,9 +140,9 @@ async def _take_part(channel: Channel, task: Task) -> None:
         if not task.is_source:
             channel.send(at=await node.fetch(), refusals=node.refusals)
         # The check comes when all are done: until then others may fetch from here.
-        await trio.to_thread.run_sync(answer_check, channel, node.path, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(answer_check, channel, node.path, abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 async def told(channel: Channel) -> dict[str, Any]:
     """The next message of the benchmark."""
-    return await trio.to_thread.run_sync(channel.receive, abandon_on_cancel=True)
+    return await trio.to_thread.run_sync(channel.receive, abandon_on_cancel=True)  # type: ignore[call-arg]

@@ -39,7 +39,8 @@ _NOT_WANTED, _WANTED = 0, 4
 
 def run_torrent(channel: Channel, task: Task) -> None:
     """Work of a lab process: the seed or one leecher."""
-    session = lt.session({**SETTINGS, "listen_interfaces": f"{task.address}:{PORT}"})
+    settings: Any = {**SETTINGS, "listen_interfaces": f"{task.address}:{PORT}"}
+    session = lt.session(settings)
     parameters = lt.add_torrent_params()
     parameters.ti = _torrent(task)
     parameters.flags &= ~(lt.torrent_flags.auto_managed | lt.torrent_flags.paused)
