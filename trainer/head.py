@@ -5,9 +5,8 @@ For a row with hidden state h, token y and logits z = f(W·h + b) / temperature:
     log p(y) = z_y − log Σ exp(z),    entropy = log Σ exp(z) − Σ exp(z) · z / Σ exp(z)
 
 Only one number per row is kept (log Σ exp z). Backward computes a chunk's logits again and turns them into
-d log p(y) / dz = onehot(y) − p in place. Under a frozen layer all that is ever needed is d log p(y) / dh: it is
-computed with the logits, and nothing twice. Peak memory is `CHUNK_BYTES` of logits, twice, however many rows
-there are.
+d log p(y) / dz = onehot(y) − p in place. Under a frozen layer only d log p(y) / dh is ever needed: it is
+computed with the logits. Peak memory is `CHUNK_BYTES` of logits, twice, however many rows there are.
 """
 
 from dataclasses import dataclass
