@@ -53,9 +53,8 @@ def _plot_rows(rows: dict[str, Any], path: Path) -> None:
             if "last_s" in rows[name]["systems"].get(system, {})
         ]
         if found:
-            bars = axes.bar(
-                *zip(*found, strict=True), width=width, color=COLOURS[system], label=NAMES[system]
-            )
+            places, heights = zip(*found, strict=True)
+            bars = axes.bar(places, heights, width=width, color=COLOURS[system], label=NAMES[system])
             axes.bar_label(bars, fmt="%.2f", fontsize=8)
     for x, name in enumerate(shown):
         label = "bar for swarmnode" if x == 0 else ""
