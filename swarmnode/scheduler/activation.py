@@ -12,7 +12,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from swarmnode.scheduler.capacity import Assessment, Demand, admissible_shares, assess
+from swarmnode.scheduler.assessment import Assessment, assess
+from swarmnode.scheduler.capacity import Demand, sufficient_shares
 from swarmnode.scheduler.exact import solve_exact
 from swarmnode.scheduler.greedy import most_capacity, solve_greedy
 from swarmnode.scheduler.offers import WorkerOffer
@@ -170,9 +171,10 @@ class _Candidates:
         timings = [offer.timing for offer in offers]
         broadcast_s = np.array([timing.broadcast_s for timing in timings])
         latency_s = np.array([timing.latency_s for timing in timings])
+        deviation_s = np.array([timing.latency_deviation_s for timing in timings])
         rate = np.array([timing.groups_per_s for timing in timings])
         if offers:
-            rate = rate * admissible_shares(demand, broadcast_s, latency_s)
+            rate = rate * sufficient_shares(demand, broadcast_s, latency_s, deviation_s)
         self._unusable: dict[bytes, str] = {}
         usable = []
         for index, offer in enumerate(offers):

@@ -6,14 +6,20 @@ was not seen; `docs/capacity.md` derives it. Rates are groups per second, times 
 A worker's groups count only while they can still be consumed within the staleness bound S. A version is
 published every κ updates, at time 0 say, and the next one κ·T' later, T' being the time from update to
 update. A worker is ready with it at B (its T_bcast) and starts groups with it until it turns to the next
-version: at κT' in the conservative form, where it stops to load, at κT' + B in the overlapped form, where it
-generates meanwhile. The last update that may consume them begins at (S+1)·T' − T_train, so a group that takes
-L from its start to the learner must start L before.
+version: at κT' in the conservative form, where it stands still to fetch, at κT' + B in the overlapped form,
+where it generates meanwhile. The last update that may consume them begins at (S+1)·T' − T_train, so a group
+that takes L to the learner must start L before. What was started in time runs on while no more may start, so
+that a worker is idle for less than that time.
+
+And the learner must not run dry between two versions: the first update that may not consume the old one's
+groups begins (S+1−κ)·T_train after the new one's publication, and by then the new one must have arrived and
+made a whole batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,11 +29,13 @@ Form = Literal["conservative", "overlapped"]
 
 Floats = npt.NDArray[np.float64]
 
-MOST_STALENESS = 10_000
-"""As far as `RunSpec.max_staleness` goes; advice looks no further."""
+SLOWEST_IN_DEVIATIONS = 1.0
+"""A group may start if it would still count though it were slower than the mean by so many deviations: more
+makes workers idle before each new version, less makes more groups too late."""
 
-SPEED_UPS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Factors of bandwidth that advice tries."""
+DRY_ALLOWED = 0.04
+"""Of a cycle: so long may the learner wait for the first batch of a version before more workers are demanded
+for that."""
 
 
 def default_publish_every(max_staleness: int) -> int:
@@ -80,7 +88,9 @@ class Timing:
     broadcast_s: float = 0.0
     """From the publication of a version to being ready with it (T_bcast)."""
     latency_s: float = 0.0
-    """From a group's start to its arrival at the learner."""
+    """From a group's start to its arrival at the learner, on average."""
+    latency_deviation_s: float = 0.0
+    """How much that varies from group to group."""
 
 
 def required_rate(demand: Demand, broadcast_s: float) -> float:
@@ -94,76 +104,169 @@ def required_rate(demand: Demand, broadcast_s: float) -> float:
 
 
 def admissible_shares(
-    demand: Demand, broadcast_s: Floats, latency_s: Floats, period_s: float | None = None
+    demand: Demand,
+    broadcast_s: Floats,
+    latency_s: Floats,
+    latency_deviation_s: Floats,
+    period_s: float | None = None,
 ) -> Floats:
     """`admissible_share` of many workers at once."""
     period = demand.train_s if period_s is None else period_s
     cycle = demand.kappa * period
-    turns_away = cycle if demand.form == "conservative" else cycle + broadcast_s
-    last_start = (demand.max_staleness + 1) * period - demand.train_s - latency_s
-    share = np.maximum(0.0, np.minimum(turns_away, last_start) - broadcast_s) / cycle
+    stands_still = broadcast_s if demand.form == "conservative" else np.zeros_like(broadcast_s)
+    turns_away = cycle + broadcast_s - stands_still
+    # A group of mean length counts if it starts before this, a slow one must start a margin earlier.
+    mean_start = (demand.max_staleness + 1) * period - demand.train_s - latency_s
+    last_start = np.minimum(turns_away, mean_start - SLOWEST_IN_DEVIATIONS * latency_deviation_s)
+    starts = last_start - broadcast_s
+    # From the last start until the next version nothing that counts can start. Groups in hand run on, half of
+    # their time on average, more if they all began together a short time before.
+    barred = turns_away - last_start
+    runs_on = np.maximum(latency_s / 2, latency_s - starts / 2)
+    idle = np.where(
+        barred >= runs_on * 2,
+        barred - runs_on,
+        np.minimum(barred**2 / np.maximum(4 * runs_on, 1e-12), barred),
+    )
+    late = _late_share(mean_start - last_start, starts, latency_deviation_s)
+    share = (1 - late) * (cycle - stands_still - idle) / cycle
     # However much is overlapped, a worker that needs longer than a cycle for a version falls ever further
     # behind.
-    return np.where(broadcast_s >= cycle, 0.0, share)
+    return np.where((broadcast_s >= cycle) | (starts <= 0), 0.0, np.clip(share, 0.0, 1.0))
 
 
-def admissible_share(
-    demand: Demand, broadcast_s: float, latency_s: float, period_s: float | None = None
-) -> float:
-    """The share of a worker's time in which it starts groups that can still be consumed, from 0 to 1.
+def _late_share(margin_s: Floats, starts_s: Floats, deviation_s: Floats) -> Floats:
+    """Of groups that start evenly over `starts_s`, those slower than the mean by more than what is left.
+
+    The last ones have `margin_s` left, earlier ones more; lengths are taken as normal.
+    """
+    from scipy.special import ndtr
+
+    margins = margin_s / np.maximum(deviation_s, 1e-12)
+    beyond = np.exp(-0.5 * np.minimum(margins, 40) ** 2) / math.sqrt(2 * math.pi) - margins * ndtr(-margins)
+    late = deviation_s * np.maximum(beyond, 0.0) / np.maximum(starts_s, 1e-12)
+    return np.where(deviation_s > 0, np.clip(late, 0.0, 1.0), 0.0)
+
+
+def admissible_share(demand: Demand, timing: Timing, period_s: float | None = None) -> float:
+    """The share of a worker's time that goes into groups that can still be consumed, from 0 to 1.
 
     `period_s` is the time from update to update (T'), T_train if the learner never waits.
     """
-    return float(admissible_shares(demand, np.array([broadcast_s]), np.array([latency_s]), period_s)[0])
+    return float(Fleet([timing]).shares(demand, period_s)[0])
 
 
-class _Fleet:
+def sufficient_shares(
+    demand: Demand, broadcast_s: Floats, latency_s: Floats, latency_deviation_s: Floats
+) -> Floats:
+    """What of each worker's rate may be counted so that R/T_train in all keeps the learner from waiting.
+
+    The admissible share, and no more than its part of a version's first batch that is there in time.
+    """
+    shares = admissible_shares(demand, broadcast_s, latency_s, latency_deviation_s)
+    in_time_s = _must_be_there_s(demand) + DRY_ALLOWED * demand.kappa * demand.train_s
+    # Where this asks for more than the admissible share does, there is capacity to spare, and workers wait
+    # for
+    # the new version with empty hands: all their groups begin at once, and come at half their length on
+    # average.
+    first = (in_time_s - broadcast_s - latency_s / 2) / demand.train_s
+    return np.clip(np.minimum(shares, first), 0.0, 1.0)
+
+
+def _must_be_there_s(demand: Demand) -> float:
+    """From a version's publication until the first update that cannot consume the one before."""
+    return (demand.max_staleness + 1 - demand.kappa) * demand.train_s
+
+
+class Fleet:
     """The workers' numbers as arrays."""
 
     def __init__(self, workers: Sequence[Timing]) -> None:
-        columns = [(worker.groups_per_s, worker.broadcast_s, worker.latency_s) for worker in workers]
-        table = np.array(columns, dtype=float).reshape(len(columns), 3)
-        self.rate, self.broadcast_s, self.latency_s = table.T
+        columns = [
+            (worker.groups_per_s, worker.broadcast_s, worker.latency_s, worker.latency_deviation_s)
+            for worker in workers
+        ]
+        table = np.array(columns, dtype=float).reshape(len(columns), 4)
+        self.rate, self.broadcast_s, self.latency_s, self.latency_deviation_s = table.T
 
-    def faster_links(self, factor: float) -> "_Fleet":
-        faster = _Fleet([])
-        faster.rate, faster.broadcast_s, faster.latency_s = (
-            self.rate,
-            self.broadcast_s / factor,
-            self.latency_s,
-        )
+    def faster_links(self, factor: float) -> "Fleet":
+        faster = copy(self)
+        faster.broadcast_s = self.broadcast_s / factor
         return faster
 
     def shares(self, demand: Demand, period_s: float | None = None) -> Floats:
-        return admissible_shares(demand, self.broadcast_s, self.latency_s, period_s)
+        return admissible_shares(demand, self.broadcast_s, self.latency_s, self.latency_deviation_s, period_s)
 
     def admissible_rate(self, demand: Demand, period_s: float | None = None) -> float:
         return float(self.rate @ self.shares(demand, period_s))
 
-    def mean_share(self, demand: Demand) -> float:
-        """Weighted by rate; plain while none has one."""
+    def sufficient_shares(self, demand: Demand) -> Floats:
+        return sufficient_shares(demand, self.broadcast_s, self.latency_s, self.latency_deviation_s)
+
+    def could_suffice(self, demand: Demand) -> bool:
+        """Whether enough of some of these workers would keep the learner from waiting."""
+        return bool((self.sufficient_shares(demand) > 0).any())
+
+    def mean(self, values: Floats) -> float:
+        """Weighted by rate; plain while none has one, 0 without workers."""
         if not len(self.rate):
             return 0.0
-        total = float(self.rate.sum())
-        return self.admissible_rate(demand) / total if total > 0 else float(self.shares(demand).mean())
+        return float(np.average(values, weights=self.rate if self.rate.any() else None))
+
+    def first_batch_s(self, demand: Demand) -> float:
+        """From a publication until a batch of groups of that version is there.
+
+        Workers that are idle before, as nothing that counts could start or enough is there, begin all their
+        groups at once; the others when one of the old ones ends.
+        """
+        spare = 1 - demand.floor_rate / max(self.admissible_rate(demand), demand.floor_rate)
+        stands_still = self.broadcast_s if demand.form == "conservative" else 0.0
+        slowest_s = self.latency_s + SLOWEST_IN_DEVIATIONS * self.latency_deviation_s
+        cycle_s = demand.kappa * demand.train_s
+        barred_s = (
+            cycle_s + self.broadcast_s - stands_still - (demand.max_staleness * demand.train_s - slowest_s)
+        )
+        idle_s = np.clip(np.maximum(barred_s, 0.0) + spare * cycle_s, 0.0, self.latency_s)
+        ready_s = self.broadcast_s + self.latency_s - idle_s / 2
+        made = (self.rate > 0) & np.isfinite(ready_s)
+        order = np.argsort(ready_s[made], kind="stable")
+        ready_s, rate = ready_s[made][order], np.cumsum(self.rate[made][order])
+        # Between two workers' first groups the batch fills at the rate of those that have begun.
+        filled = 0.0
+        for index in range(len(ready_s)):
+            until = ready_s[index + 1] if index + 1 < len(ready_s) else math.inf
+            missing_s = (demand.batch_groups - filled) / rate[index]
+            if ready_s[index] + missing_s <= until:
+                return float(ready_s[index] + missing_s)
+            filled += rate[index] * (until - ready_s[index])
+        return math.inf
 
 
 def admissible_rate(demand: Demand, workers: Sequence[Timing], period_s: float | None = None) -> float:
     """Groups per second that these workers make and the learner may consume."""
-    return _Fleet(workers).admissible_rate(demand, period_s)
+    return Fleet(workers).admissible_rate(demand, period_s)
 
 
 def update_period_s(demand: Demand, workers: Sequence[Timing]) -> float:
     """The time from update to update that the model expects; infinite if nothing is ever consumed.
 
     With too little capacity the learner waits, which stretches the cycle that a broadcast takes its part of:
-    T' is the least period in which admissible groups for one update are made. With equal workers in the
-    conservative form that is R/Σμ + T_bcast/κ.
+    T' is the least period in which admissible groups for one update are made, with equal workers in the
+    conservative form R/Σμ + T_bcast/κ; and no less than a cycle's mean if the learner runs dry once in it.
     """
-    fleet = _Fleet(workers)
+    return fleet_period_s(demand, Fleet(workers))
+
+
+def fleet_period_s(demand: Demand, fleet: Fleet) -> float:
+    """`update_period_s` of workers as arrays."""
     if not (fleet.rate > 0).any():
         return math.inf
+    # Once in a cycle the learner may have to wait for the first batch of a version.
+    dry_s = max(0.0, fleet.first_batch_s(demand) - _must_be_there_s(demand))
+    return max(_rate_period_s(demand, fleet), demand.train_s + dry_s / demand.kappa)
 
+
+def _rate_period_s(demand: Demand, fleet: Fleet) -> float:
     def enough(period: float) -> bool:
         return fleet.admissible_rate(demand, period) * period >= demand.batch_groups * (1 - 1e-9)
 
@@ -183,163 +286,8 @@ def expected_utilization(demand: Demand, workers: Sequence[Timing]) -> float:
     return demand.train_s / update_period_s(demand, workers)
 
 
-def pacing_batches_needed(demand: Demand, latency_s: float) -> int:
-    """Batches that must exist at once: one that fills, and what is made while a group takes `latency_s`."""
-    return 1 + math.ceil(latency_s / demand.train_s - 1e-9)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One way out: which knob, from where to where."""
-
-    knob: Literal["max_staleness", "publish_every", "batch_groups", "bandwidth", "workers", "pacing_batches"]
-    text: str
-    value: float | None = None
-    """The least (`bandwidth`: factor) value that helps; None where the text says all."""
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """Capacity against need."""
-
-    required_rate: float
-    """Σμ that the rule demands of these workers' mix; infinite if no amount of them suffices."""
-    offered_rate: float
-    """Their Σμ."""
-    admissible_rate: float
-    """What of it can still be consumed when the learner never waits."""
-    period_s: float
-    utilization: float
-    advice: tuple[Advice, ...]
-
-    @property
-    def feasible(self) -> bool:
-        """Whether more of the same workers could ever suffice."""
-        return math.isfinite(self.required_rate)
-
-    @property
-    def is_met(self) -> bool:
-        return self.offered_rate >= self.required_rate * (1 - 1e-9)
-
-    @property
-    def ratio(self) -> float:
-        """Capacity over need; 0 when nothing suffices."""
-        return self.offered_rate / self.required_rate
-
-
-def assess(demand: Demand, workers: Sequence[Timing]) -> Assessment:
-    """Compare capacity with need and say what to change.
-
-    For unequal workers the required Σμ is R/T_train over the mean admissible share, each weighted by its
-    rate.
-    """
-    fleet = _Fleet(workers)
-    offered = float(fleet.rate.sum())
-    share = fleet.mean_share(demand)
-    required = demand.floor_rate / share if share > 0 else math.inf
-    period = update_period_s(demand, workers)
-    return Assessment(
-        required_rate=required,
-        offered_rate=offered,
-        admissible_rate=offered * share,
-        period_s=period,
-        utilization=demand.train_s / period,
-        advice=_advice(demand, fleet, offered, required),
-    )
-
-
-def _advice(demand: Demand, fleet: _Fleet, offered: float, required: float) -> tuple[Advice, ...]:
-    if not len(fleet.rate):
-        return (Advice("workers", f"no workers; the learner consumes {_per_min(demand.floor_rate)}"),)
-    advice: list[Advice] = []
-    if math.isinf(required):
-        advice += _ways_to_feasible(demand, fleet)
-    elif offered < required * (1 - 1e-9):
-        missing = required - offered
-        advice.append(Advice("workers", f"{_per_min(missing)} of more workers like these", missing))
-        advice += _ways_to_less(demand, fleet, offered)
-    latency = float(np.average(fleet.latency_s, weights=fleet.rate if offered > 0 else None))
-    needed = pacing_batches_needed(demand, latency)
-    if demand.pacing_batches is not None and demand.pacing_batches < needed:
-        text = f"groups take {latency:.1f} s, and only {demand.pacing_batches} batches may exist"
-        advice.append(Advice("pacing_batches", f"pacing_batches = {needed}: {text}", needed))
-    return tuple(advice)
-
-
-def _ways_to_feasible(demand: Demand, fleet: _Fleet) -> list[Advice]:
-    """No amount of these workers suffices: the least change of each knob that lets some of their groups
-    count."""
-    fastest = int(np.argmin(fleet.broadcast_s + fleet.latency_s))
-    broadcast, latency = float(fleet.broadcast_s[fastest]), float(fleet.latency_s[fastest])
-    why = f"a version takes {broadcast:.1f} s to the fastest worker, a group {latency:.1f} s back"
-    found: list[Advice] = []
-
-    def feasible(changed: Demand) -> bool:
-        return bool((fleet.shares(changed) > 0).any())
-
-    def with_batch(groups: int) -> Demand:
-        # An update of more groups takes proportionally longer.
-        return replace(demand, batch_groups=groups, train_s=demand.train_s * groups / demand.batch_groups)
-
-    old = demand.max_staleness
-    staleness = _least(old + 1, MOST_STALENESS, lambda bound: feasible(replace(demand, max_staleness=bound)))
-    if staleness is not None:
-        found.append(Advice("max_staleness", f"S = {staleness} instead of {old}: {why}", staleness))
-    kappas = (kappa for kappa in range(1, old + 2) if feasible(replace(demand, publish_every=kappa)))
-    kappa = next(kappas, None)
-    if kappa is not None:
-        found.append(Advice("publish_every", f"publish_every = {kappa} instead of {demand.kappa}", kappa))
-    batch = _least(
-        demand.batch_groups + 1, 1000 * demand.batch_groups, lambda groups: feasible(with_batch(groups))
-    )
-    if batch is not None:
-        text = f"batches of {batch} groups instead of {demand.batch_groups}, so that an update takes longer"
-        found.append(Advice("batch_groups", text, batch))
-    room = min(demand.kappa * demand.train_s, demand.max_staleness * demand.train_s - latency)
-    if 0 < room <= broadcast:
-        text = (
-            f"more than {broadcast / room:.2f} × the bandwidth: versions must be ready in under {room:.1f} s"
-        )
-        found.append(Advice("bandwidth", text, broadcast / room))
-    return found
-
-
-def _ways_to_less(demand: Demand, fleet: _Fleet, offered: float) -> list[Advice]:
-    """Knobs that bring the need below what there is."""
-    found: list[Advice] = []
-
-    def met(changed: Demand, speed: float = 1.0) -> bool:
-        return fleet.faster_links(speed).admissible_rate(changed) >= changed.floor_rate * (1 - 1e-9)
-
-    if offered >= demand.floor_rate:
-        staleness = _least(
-            demand.max_staleness + 1,
-            MOST_STALENESS,
-            lambda bound: met(replace(demand, max_staleness=bound, publish_every=None)),
-        )
-        if staleness is not None:
-            kappa = default_publish_every(staleness)
-            text = f"S = {staleness} with publish_every = {kappa}: these workers suffice"
-            found.append(Advice("max_staleness", text, staleness))
-        factor = next((factor for factor in SPEED_UPS if met(demand, factor)), None)
-        if factor is not None:
-            found.append(Advice("bandwidth", f"{factor:g} × the bandwidth: these workers suffice", factor))
-    groups = math.floor(demand.batch_groups * offered / demand.floor_rate)
-    if 1 <= groups < demand.batch_groups:
-        text = f"{groups} groups per update of {demand.train_s:.1f} s is the most that these workers make"
-        found.append(Advice("batch_groups", text, groups))
-    return found
-
-
-def _least(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
-    """The least number in [low, high] that holds, for a condition that holds from some number on."""
-    if low > high or not holds(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def _per_min(rate: float) -> str:
-    return f"{60 * rate:.1f} groups/min"
+def pacing_batches_needed(demand: Demand, latency_s: float, share: float = 1.0) -> int:
+    """Batches that must exist: the one in training, one that fills, what is made during `latency_s`, and what
+    is made ahead for the part of a cycle, 1 − `share`, in which nothing is."""
+    ahead = demand.kappa * (1 - share)
+    return 2 + math.ceil(latency_s / demand.train_s + ahead - 1e-9)

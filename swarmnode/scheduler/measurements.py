@@ -43,11 +43,9 @@ class WorkerMeasurements:
         if self.full_since_s is None:
             self.full_since_s = now
 
-    def not_full(self, now: float) -> None:
-        """It may idle from now on: what arrives says nothing of its rate."""
-        if self.full_since_s is not None:
-            self.rate.add(0.0, now - self.full_since_s)
-            self.full_since_s = None
+    def not_full(self) -> None:
+        """It may idle from now on. Time since the last arrival is left out with the group that ends it."""
+        self.full_since_s = None
 
 
 @dataclass
@@ -105,7 +103,7 @@ class Measurements:
         known = self._workers.get(worker)
         if known is None or known.present_since_s is None:
             return
-        known.not_full(now)
+        known.not_full()
         group = self._kinds[known.kind]
         group.present -= 1
         group.since_sum_s -= known.present_since_s
@@ -120,7 +118,7 @@ class Measurements:
             if granted >= wanted:
                 known.full(now)
             else:
-                known.not_full(now)
+                known.not_full()
 
     def group_arrived(self, worker: bytes, now: float, *, latency_s: float | None = None) -> None:
         """A group came, `latency_s` after its credit was granted."""
@@ -189,6 +187,9 @@ class Measurements:
             groups_per_s=known.rate.value,
             broadcast_s=known.broadcast_s.value if known.broadcast_s else otherwise.broadcast_s,
             latency_s=known.latency_s.value if known.latency_s else otherwise.latency_s,
+            latency_deviation_s=(
+                known.latency_s.deviation if known.latency_s else otherwise.latency_deviation_s
+            ),
         )
 
     def tokens_per_completion(self, mix: dict[str, float]) -> float | None:

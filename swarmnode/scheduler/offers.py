@@ -37,6 +37,6 @@ class WorkerOffer:
 
 def traffic_mbps(demand: Demand, timing: Timing, *, version_bytes: float, group_bytes: float) -> float:
     """What an active worker moves: a version every κ updates, and the groups that count."""
-    share = admissible_share(demand, timing.broadcast_s, timing.latency_s)
+    share = admissible_share(demand, timing)
     groups = timing.groups_per_s * share * group_bytes
     return (version_bytes / (demand.kappa * demand.train_s) + groups) * 8 / 1e6

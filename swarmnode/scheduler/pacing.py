@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 
 from protocol.pacing import PacingState
+from swarmnode.scheduler.capacity import SLOWEST_IN_DEVIATIONS
 
-SLOWEST_IN_DEVIATIONS = 2.0
-"""A group is expected in time if it would be so much slower than the mean one: one in forty is slower still.
-"""
+IN_TRANSIT = 2
+"""Groups that are done and have not arrived: they count as outstanding and keep nobody busy."""
 SHORTEST_RETRY_S = 0.25
 LONGEST_RETRY_S = 10.0
 
@@ -46,10 +46,7 @@ def worker_limit(pace: WorkerPace, left_s: float, outstanding: int) -> int:
     slowest_s = pace.latency_s + SLOWEST_IN_DEVIATIONS * pace.latency_deviation_s
     if slowest_s > left_s:
         return 0
-    # What it makes until then, the last one started a latency before the end.
-    possible = math.floor(pace.groups_per_s * (left_s - slowest_s)) + max(
-        1, math.ceil(pace.groups_per_s * pace.latency_s)
-    )
+    possible = math.ceil(pace.groups_per_s * left_s) + IN_TRANSIT
     return max(0, possible - outstanding)
 
 

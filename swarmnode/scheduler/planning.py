@@ -16,6 +16,10 @@ BYTES_PER_TOKEN = 8.0
 """A token's id and log-prob in a group."""
 
 
+LENGTH_SPREAD = 0.4
+"""Relative deviation of a group's time, until it is measured: answers differ in length."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What is trained, as far as it costs."""
@@ -101,6 +105,7 @@ def worker_offers(rows: Sequence[OfferRow], run: Run, receivers: Sequence[OfferR
             groups_per_s=rate,
             broadcast_s=broadcast.seconds(link) + run.load_s,
             latency_s=generation_s + upload_s + round_trip_s,
+            latency_deviation_s=LENGTH_SPREAD * generation_s if math.isfinite(generation_s) else 0.0,
         )
         offers.append(
             WorkerOffer(

@@ -3,15 +3,15 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarmnode.scheduler.assessment import assess
 from swarmnode.scheduler.capacity import (
     Demand,
     Timing,
     admissible_rate,
     admissible_share,
-    assess,
     default_publish_every,
     expected_utilization,
     pacing_batches_needed,
@@ -45,6 +45,7 @@ def test_the_rule_in_closed_form(staleness: int, form: str, expected: float) -> 
     assert required_rate(demand, 30.0) == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(
     staleness=st.integers(2, 12),
     batch=st.integers(1, 512),
@@ -69,22 +70,37 @@ def test_the_rule_and_the_admissible_rate_agree_when_latency_is_nothing(
         # S = 6, κ = 5, T = 10 s, B = 10 s: starts from 10 on; the last update that may consume begins at 60.
         ("conservative", 0.0, 0.8),  # until 50
         ("conservative", 10.0, 0.8),  # 60 − 10 is 50
-        ("conservative", 20.0, 0.6),  # 60 − 20 is 40
-        ("conservative", 55.0, 0.0),
+        # 60 − 20 is 40: for 10 s nothing may start, and groups in hand run on for 0 to 20 s: idle 10² / 2·20.
+        ("conservative", 20.0, 0.75),
+        ("conservative", 55.0, 0.0),  # 60 − 55 is before 10
         ("overlapped", 0.0, 1.0),  # until 60
-        ("overlapped", 10.0, 0.8),  # until 50
+        ("overlapped", 10.0, 0.9),  # until 50: idle 10 − 10/2
     ],
 )
-def test_a_long_way_back_costs_the_end_of_each_cycle(form: str, latency_s: float, share: float) -> None:
+def test_a_long_way_back_costs_part_of_the_end_of_each_cycle(
+    form: str, latency_s: float, share: float
+) -> None:
     demand = Demand(16, 10.0, 6, form=form)  # type: ignore[arg-type]
-    assert admissible_share(demand, 10.0, latency_s) == pytest.approx(share)
+    assert admissible_share(demand, Timing(1.0, 10.0, latency_s)) == pytest.approx(share)
+
+
+def test_groups_of_varying_length_must_start_a_deviation_earlier() -> None:
+    demand = Demand(16, 10.0, 6)
+    steady, varying = Timing(1.0, 10.0, 20.0), Timing(1.0, 10.0, 15.0, latency_deviation_s=5.0)
+    # The last start is the same, 30 s after the first; then groups in hand run on for 15 s at most instead of
+    # 20.
+    # The mean of what a normal number exceeds 1 by is 0.0833: so many deviations' worth of starts are late.
+    assert admissible_share(demand, steady) == pytest.approx((40 - 10**2 / 40) / 50)
+    assert admissible_share(demand, varying) == pytest.approx(
+        (40 - 10**2 / 30) / 50 * (1 - 0.08332 * 5 / 30), rel=1e-4
+    )
 
 
 def test_without_staleness_the_learner_always_waits() -> None:
     demand = Demand(batch_groups=20, train_s=2.0, max_staleness=0)
-    workers = [Timing(5.0, broadcast_s=1.0, latency_s=3.0)] * 2
-    # One after the other: broadcast, the last group's way, generation of 20 groups at 10 per second, update.
-    assert update_period_s(demand, workers) == pytest.approx(1 + 3 + 2 + 2)
+    workers = [Timing(5.0, broadcast_s=1.0, latency_s=1.0)] * 2
+    # One after the other: broadcast, generation of 20 groups at 10 per second, half a group's way, update.
+    assert update_period_s(demand, workers) == pytest.approx(1 + 2 + 0.5 + 2)
     assert math.isinf(assess(demand, workers).required_rate)
 
 
@@ -95,6 +111,7 @@ def test_with_too_little_capacity_the_period_is_generation_and_the_broadcasts_pa
     assert expected_utilization(demand, workers) == pytest.approx(20 / (64 / 2.4 + 6))
 
 
+@settings(deadline=None)
 @given(
     staleness=st.integers(0, 12),
     batch=st.integers(1, 64),
@@ -123,12 +140,12 @@ def test_advice_when_no_amount_suffices_names_the_least_change_of_each_knob() ->
     assessment = assess(demand, [Timing(0.5, broadcast_s=30.0, latency_s=15.0)] * 8)
     assert not assessment.feasible
     advice = {one.knob: one.value for one in assessment.advice}
-    # S = 3: κ = 2, starts from 30 s on, until 40 s (κ·T), and the last that counts at 60 − 15.
+    # κ·T must exceed 30 s, so κ = 2; the first batch comes from 30 + 15/2 s on, before (S + 1 − κ) · 20 s.
     assert advice["max_staleness"] == 3
-    # κ·T must exceed 30 s: T grows with the batch, 96 groups would take exactly 30 s.
+    # R and T grow together: T must exceed 30 s, which 96 groups take.
     assert advice["batch_groups"] == 97
-    # Ready in under min(κ·T, S·T − 15) = 20 s.
-    assert advice["bandwidth"] == pytest.approx(1.5)
+    # 20 s and more are too long for a version: 30 s at 1.5 × the bandwidth are exactly that.
+    assert advice["bandwidth"] == 2.0
 
 
 def test_advice_when_workers_are_missing_says_how_many_and_what_else_would_do() -> None:
@@ -137,16 +154,17 @@ def test_advice_when_workers_are_missing_says_how_many_and_what_else_would_do() 
     assert assessment.required_rate == pytest.approx(5 * 64 / 70)
     assert assessment.ratio == pytest.approx(4 / (5 * 64 / 70))
     assert advice["workers"] == pytest.approx(5 * 64 / 70 - 4)
-    # With S: κR/(κT − B) ≤ 4 from κ = 7.5 on.
+    # With S: κR/(κT − B) ≤ 4 from κ = 7.5 on, and 30 s + R/4 for the first batch within (S + 1 − κ + 0.04 κ)
+    # · 20 s.
     assert advice["max_staleness"] == 9
     # B ≤ 20 s is enough: 100 − 80.
     assert advice["bandwidth"] == pytest.approx(1.5)
 
 
 def test_pacing_must_allow_what_is_being_made() -> None:
-    assert pacing_batches_needed(Demand(16, 10.0, 4), 0.0) == 1
-    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.0) == 2
-    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.1) == 3
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 0.0) == 2
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.0) == 3
+    assert pacing_batches_needed(Demand(16, 10.0, 4), 10.1) == 4
     tight = Demand(16, 10.0, 8, pacing_batches=2)
     knobs = [one.knob for one in assess(tight, [Timing(10.0, 0.0, latency_s=25.0)]).advice]
     assert knobs == ["pacing_batches"]

@@ -1,0 +1,285 @@
+"""Who is active in a simulated fleet: the node's planner on what is measured, or a policy that it is compared
+with."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from swarmnode.scheduler.activation import Plan, PlanSettings, make_plan, replan_reason
+from swarmnode.scheduler.capacity import Demand, Timing, admissible_share, required_rate
+from swarmnode.scheduler.measurements import Measurements
+from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
+from swarmnode.scheduler.planning import BYTES_PER_TOKEN
+from swarmnode.simulator.clock import EventQueue
+from swarmnode.simulator.scenario import Scenario
+from swarmnode.simulator.weights import Weights
+from swarmnode.simulator.worker import State, Worker
+
+SetState = Callable[[Worker, State], None]
+
+LEAST_GAP_S = 5.0
+"""Between two plans, however much happens."""
+
+
+class Dispatcher:
+    """Keeps the active set. Only what the learner could know decides: offers and measurements."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        demand: Demand,
+        settings: PlanSettings,
+        workers: list[Worker],
+        *,
+        clock: EventQueue,
+        rng: random.Random,
+        measured: Measurements,
+        weights: Weights,
+        set_state: SetState,
+        agree_on_price: Callable[[Worker], None],
+        paid_per_hour: Callable[[], float],
+    ) -> None:
+        self._scenario = scenario
+        self._base_demand = demand
+        self._settings = settings
+        self._workers = workers
+        self._by_key = {worker.key: worker for worker in workers}
+        self._clock = clock
+        self._rng = rng
+        self._measured = measured
+        self._weights = weights
+        self._set_state = set_state
+        self._agree_on_price = agree_on_price
+        self._paid_per_hour = paid_per_hour
+        self._waiting: list[Worker] = []
+        """Chosen, and not active yet for want of money."""
+        self._offers: dict[int, WorkerOffer] = {}
+        self._stale_offers: set[int] = {worker.machine.number for worker in workers}
+        self._order: list[int] = []
+        self._planned_at_s = -LEAST_GAP_S
+        self.plan: Plan | None = None
+        self.plans = 0
+        self.stood_in = 0
+        self.reasons: dict[str, int] = {}
+
+    def start(self) -> None:
+        """The first plan, and a look at it every so often."""
+        for worker in self._workers:
+            if worker.present:
+                self.arrived(worker)
+        self._replan("start")
+        self._clock.after(self._scenario.plan.check_every_s, self._check)
+
+    # What happens
+
+    def arrived(self, worker: Worker) -> None:
+        """A machine is there, or there again."""
+        machine = worker.machine
+        self._measured.joined(
+            worker.key,
+            self._clock.now,
+            kind=machine.kind.name,
+            claimed_groups_per_s=machine.groups_per_s * machine.kind.claims,
+        )
+        self.changed(worker)
+
+    def gone(self, worker: Worker) -> None:
+        """A machine left, or is excluded: spares stand in at once."""
+        self._measured.left(worker.key, self._clock.now, by_choice_of_ours=worker.excluded)
+        self.changed(worker)
+        if self._scenario.plan.policy != "plan":
+            self._replan("left")
+        elif self.plan is not None:
+            self._stand_in()
+
+    def changed(self, worker: Worker) -> None:
+        """Its offer is another one now."""
+        self._stale_offers.add(worker.machine.number)
+
+    def money_is_free(self) -> None:
+        """Somebody is not paid any more: who waited for that can begin."""
+        waiting, self._waiting = self._waiting, []
+        for worker in waiting:
+            if worker.present and not worker.excluded and worker.state in (State.COLD, State.WARM):
+                self._activate(worker)
+
+    def demand(self) -> Demand:
+        """With the update time that is measured."""
+        measured = self._measured.train_s
+        return replace(self._base_demand, train_s=measured.value) if measured else self._base_demand
+
+    # Plans
+
+    def _check(self) -> None:
+        self._clock.after(self._scenario.plan.check_every_s, self._check)
+        for worker in self._workers:
+            if worker.state >= State.WARM:
+                self._stale_offers.add(worker.machine.number)
+        if self._scenario.plan.policy != "plan":
+            self._replan("tick")
+            return
+        assert self.plan is not None
+        active = [worker for worker in self._workers if worker.state is State.ACTIVE]
+        plan = replace(
+            self.plan,
+            active=tuple(worker.key for worker in active),
+            cost_per_hour=sum(worker.price_per_hour for worker in active),
+        )
+        reason = replan_reason(plan, self._current_offers(), self.demand(), self._settings)
+        if reason is not None:
+            self._replan(reason)
+
+    def _replan(self, reason: str) -> None:
+        if self._clock.now - self._planned_at_s < LEAST_GAP_S:
+            return
+        self._planned_at_s = self._clock.now
+        self.plans += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        offers = self._current_offers()
+        if self._scenario.plan.policy != "plan":
+            self._apply(self._other_policy(offers), frozenset())
+            return
+        plan = make_plan(
+            offers,
+            self.demand(),
+            self._settings,
+            active={worker.key for worker in self._workers if worker.state is State.ACTIVE},
+            draining={worker.key for worker in self._workers if worker.state is State.DRAINING},
+        )
+        self.plan = plan
+        self._apply(frozenset(plan.active), frozenset(plan.spares))
+
+    def _apply(self, active: frozenset[bytes], spares: frozenset[bytes]) -> None:
+        # Who goes first, so that the money is there for who comes.
+        for worker in self._workers:
+            if worker.state is State.ACTIVE and worker.key not in active:
+                self._set_state(worker, State.DRAINING)
+        self._waiting.clear()
+        for worker in self._workers:
+            if worker.key in active:
+                if worker.state is not State.ACTIVE:
+                    self._activate(worker)
+                elif worker.asked_price_per_hour != worker.price_per_hour:
+                    self._agree_on_price(worker)
+            elif worker.state in (State.COLD, State.WARM):
+                wanted = State.WARM if worker.key in spares else State.COLD
+                if worker.state is not wanted:
+                    self._set_state(worker, wanted)
+
+    def _activate(self, worker: Worker) -> None:
+        """Now, or when those that drain leave the money for it."""
+        paid = worker.price_per_hour if worker.is_paid else 0.0
+        cost = self._paid_per_hour() - paid + worker.asked_price_per_hour
+        if cost <= self._settings.budget_per_hour * (1 + 1e-9):
+            self._set_state(worker, State.ACTIVE)
+        else:
+            self._waiting.append(worker)
+
+    def _stand_in(self) -> None:
+        """Call spares, in the plan's order, until the active ones are enough again."""
+        assert self.plan is not None
+        capacity = 0.0
+        for worker in self._workers:
+            if worker.state is State.ACTIVE:
+                capacity += self._mean_rate(worker)
+        need = self.demand().floor_rate
+        for key in self.plan.spares:
+            if capacity >= need:
+                return
+            spare = self._by_key[key]
+            if spare.present and spare.state is State.WARM and not spare.excluded:
+                self._activate(spare)
+                self.stood_in += 1
+                capacity += self._mean_rate(spare)
+        self._replan("active workers left")
+
+    def _mean_rate(self, worker: Worker) -> float:
+        timing = self._offer(worker).timing
+        return timing.groups_per_s * admissible_share(self.demand(), timing)
+
+    # Offers
+
+    def _current_offers(self) -> list[WorkerOffer]:
+        for number in sorted(self._stale_offers):
+            worker = self._workers[number - 1]
+            if worker.present and not worker.excluded:
+                self._offers[number] = self._offer(worker)
+            else:
+                self._offers.pop(number, None)
+        self._stale_offers.clear()
+        return [self._offers[number] for number in sorted(self._offers)]
+
+    def _offer(self, worker: Worker) -> WorkerOffer:
+        machine, run = worker.machine, self._scenario.run
+        rate = machine.groups_per_s * machine.kind.claims
+        word = Timing(
+            rate,
+            broadcast_s=self._expected_broadcast_s(worker),
+            latency_s=machine.kind.groups_in_hand / rate + machine.link.round_trip_s,
+            latency_deviation_s=run.length_spread * machine.kind.groups_in_hand / rate,
+        )
+        now = self._clock.now
+        timing = self._measured.timing(worker.key, word)
+        departures = self._measured.departures_per_s(worker.key, now)
+        group_bytes = run.group_size * run.completion_tokens * BYTES_PER_TOKEN
+        return WorkerOffer(
+            worker=worker.key,
+            timing=timing,
+            name=f"{machine.kind.name} {machine.number}",
+            owner=machine.owner,
+            region=machine.kind.region,
+            device=machine.kind.name,
+            # Who drains is paid what was agreed.
+            price_per_hour=(
+                worker.price_per_hour if worker.state is State.DRAINING else worker.asked_price_per_hour
+            ),
+            departures_per_hour=3600 * departures.value if departures is not None else 0.0,
+            rate_spread=machine.kind.rate_wobble,
+            traffic_mbps=traffic_mbps(
+                self._base_demand,
+                timing,
+                version_bytes=self._scenario.weights.delta_mb * 1e6,
+                group_bytes=group_bytes,
+            ),
+        )
+
+    def _expected_broadcast_s(self, worker: Worker) -> float:
+        """For who has not fetched a version yet: what its line takes, at least as long as the whole swarm's
+        part."""
+        section, link = self._scenario.weights, worker.machine.link
+        size = section.delta_mb * 1e6
+        swarm_s = self._weights.publications[-1].swarm_s_per_byte if self._weights.publications else 0.0
+        own_s = section.overhead * size * 8 / (link.download_mbps * 1e6)
+        return max(size * swarm_s, own_s) + link.round_trip_s + section.load_s
+
+    # What the planner is compared with
+
+    def _other_policy(self, offers: list[WorkerOffer]) -> frozenset[bytes]:
+        policy, settings = self._scenario.plan.policy, self._scenario.plan
+        if policy == "everyone":
+            return frozenset(offer.worker for offer in offers)
+        if policy == "cheapest":
+            ordered = sorted(offers, key=lambda offer: offer.price_per_hour)
+        elif policy == "cheapest_per_group":
+            ordered = sorted(offers, key=lambda offer: offer.price_per_hour / offer.timing.groups_per_s)
+        else:
+            # One order for the whole run: who is chosen stays until it leaves.
+            if not self._order:
+                self._order = [worker.machine.number for worker in self._workers]
+                self._rng.shuffle(self._order)
+            place = {number.to_bytes(8, "big"): index for index, number in enumerate(self._order)}
+            ordered = sorted(offers, key=lambda offer: place[offer.worker])
+        demand = self.demand()
+        wanted = settings.overbuy * demand.floor_rate
+        chosen: list[bytes] = []
+        capacity = 0.0
+        for offer in ordered:
+            if capacity >= wanted:
+                break
+            chosen.append(offer.worker)
+            # The rule with this worker's own broadcast time, and its word.
+            needed = required_rate(demand, offer.timing.broadcast_s)
+            capacity += (
+                offer.timing.groups_per_s * demand.floor_rate / needed if needed < float("inf") else 0.0
+            )
+        return frozenset(chosen)
