@@ -22,7 +22,8 @@ def tied_names(own: Tensors) -> list[list[str]]:
 
 
 def read_weights(path: Path, own: Tensors) -> Tensors:
-    """The file's tensors for a model whose live ones are `own`, one per tied group, on its device, in its types.
+    """The file's tensors for a model whose live ones are `own`: one per tied group, on its device, in its
+    types.
 
     Raises `LoadError` unless the file has every one, nothing else, in the same shapes, finite.
     """

@@ -32,8 +32,8 @@ def build_spec(section: RunSection, identity: Identity) -> RunSpec:
             nonce=os.urandom(16),
             preset=section.preset,
             mode=section.mode,
-            # In preset swarm every node begins its own policy from the base model's weights, and an adapter is
-            # nothing without them; else the newest version is all the weights that anybody needs.
+            # In preset swarm every node begins its own policy from the base model's weights, and an adapter
+            # is nothing without them; else the newest version is all the weights that anybody needs.
             model=base_model(
                 Path(section.model).name,
                 model_path,
