@@ -19,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from delta_vectors import delta_vectors  # noqa: E402
 
 from protocol import chunks, envelope, messages, noise, run_spec, tasks  # noqa: E402
 from protocol.base import Message  # noqa: E402
 from protocol.encoding import encode  # noqa: E402
 from protocol.identity import Identity, node_name  # noqa: E402
 from protocol.invite import Invite, format_invite  # noqa: E402
-from scripts.delta_vectors import delta_vectors  # noqa: E402
 
 FOLDER = ROOT / "tests" / "vectors"
 SEEDS = [bytes(32), bytes(range(32)), bytes([255] * 32)]
