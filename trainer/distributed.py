@@ -8,7 +8,6 @@ others itself.
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgpack
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=10)
 """For all processes to come together, and for one layer of a joint computation: beyond it, one hangs."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 IDLE_TIMEOUT = timedelta(days=30)
 """How long a follower waits for the leader's next message. The leader's death ends the wait at once."""
 
@@ -49,12 +51,15 @@ class LeaderGone(Exception):
 class Processes:
     """This process's place among those that train one policy. Rank 0 leads."""
 
-    def __init__(self, device_type: str) -> None:
-        """Join the others, as the variables of torchrun tell. One at a time per process."""
+    def __init__(self, device_type: str, meeting: Path | None = None) -> None:
+        """Join the others, who and where the variables of torchrun tell; with `meeting`, a file that does not
+        exist yet or that the others made, nobody listens on a port for it. One at a time per process."""
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if device_type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        where = None if meeting is None else f"file://{meeting}"
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, init_method=where, timeout=TIMEOUT, rank=rank, world_size=count)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.count,))
@@ -94,27 +99,29 @@ def started_followers(count: int, device_type: str) -> Iterator[Processes]:
     This is what torchrun does, for a process that is itself a child with open sockets. The leader ends at
     once when a follower does: alone it could go no further.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    followers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "trainer.follower", device_type],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(1, count)
-    ]
+    # What passes between them stays on this machine.
+    shared = {"WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
     leaving = threading.Event()
-    for follower in followers:
-        threading.Thread(target=_end_with, args=(follower, leaving), daemon=True).start()
-    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
-    try:
-        yield Processes(device_type)
-    finally:
-        leaving.set()
-        for follower in followers:
-            follower.kill()
+    followers = []
+    with TemporaryDirectory(prefix="swarmnode-") as folder:
+        meeting = Path(folder) / "meeting"
+        try:
+            for rank in range(1, count):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                followers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "trainer.follower", device_type, str(meeting)],
+                        env={**os.environ, **shared, **own},
+                    )
+                )
+            for follower in followers:
+                threading.Thread(target=_end_with, args=(follower, leaving), daemon=True).start()
+            os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+            yield Processes(device_type, meeting)
+        finally:
+            leaving.set()
+            for follower in followers:
+                follower.kill()
 
 
 def _end_with(follower: "subprocess.Popen[bytes]", leaving: threading.Event) -> None:

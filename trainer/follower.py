@@ -1,11 +1,12 @@
 """A process that holds a part of a policy and does what the leader says, until it says "stop".
 
-torchrun --nproc-per-node N … with a leader at rank 0, or started by `trainer.distributed`
+python -m trainer.follower DEVICE MEETING      as `trainer.distributed.started_followers` starts it
 """
 
 import logging
 import signal
 import sys
+from pathlib import Path
 
 from trainer.distributed import LeaderGone, Processes
 from trainer.sharded_policy import follow
@@ -14,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
+    device_type, meeting = sys.argv[1:]
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # the leader's to deal with: it still needs this one's part
-    processes = Processes(sys.argv[1])
+    processes = Processes(device_type, Path(meeting))
     try:
         follow(processes)
     except LeaderGone as gone:

@@ -113,11 +113,11 @@ class ShardedPolicy(Policy):
         twice."""
         self.tell("enter", context="rounded_to_bfloat16")
         self._free()
-        before = {parameter: _local(parameter).clone() for parameter in self.model.parameters()}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        before = {parameter: _local(parameter).clone() for parameter in trained}
         try:
             for parameter in before:
-                if parameter.requires_grad:
-                    _local(parameter).copy_(_local(parameter).to(torch.bfloat16))
+                _local(parameter).copy_(_local(parameter).to(torch.bfloat16))
             yield
         finally:
             self.tell("leave")
