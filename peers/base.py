@@ -7,6 +7,7 @@ from typing import NewType, Protocol
 
 import trio
 
+from peers.uplink import RateLimit, Uplink
 from protocol.limits import MAX_ANNOUNCEMENT_BYTES
 
 PeerId = NewType("PeerId", bytes)
@@ -32,6 +33,10 @@ class ResponseTooLarge(TransportError):
     """The peer announced an answer larger than the caller allows; nothing of it was kept."""
 
 
+class SessionEnded(TransportError):
+    """The session is over: the peer ended it, or its connection is gone."""
+
+
 @dataclass(frozen=True)
 class GossipMessage:
     """A gossip payload. `relayed_by` is the neighbour it came from; its author signed the envelope in it."""
@@ -49,6 +54,45 @@ class PeerEvent:
     connected: bool
 
 
+class Session(Protocol):
+    """A two-way stream of messages with one peer, whole and in order, until either side ends it."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest time seen lately for a message there and back; 0 if unknown."""
+        ...
+
+    async def send(self, message: bytes) -> None:
+        """Send something small at once, ahead of bulk. Raises `SessionEnded`."""
+        ...
+
+    async def wait_bulk(self, size_bytes: int) -> None:
+        """Until a bulk message of that size can be sent without waiting for the peer. Raises
+        `SessionEnded`."""
+        ...
+
+    async def send_bulk(self, head: bytes, body: bytes | memoryview) -> None:
+        """Send `head` and `body` as one message. The caller holds a turn of the transport's `uplink`.
+
+        Raises `SessionEnded`.
+        """
+        ...
+
+    async def receive(self) -> bytes | memoryview:
+        """The next message. Raises `SessionEnded`."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the session; what was sent before still arrives. Never raises, cannot be cancelled."""
+        ...
+
+
+SessionHandler = Callable[[Session], Awaitable[None]]
+"""Serves one session; it ends when this returns or raises."""
+
 NOT_RUNNING = "the transport is not running: use it inside 'async with transport.running()'"
 
 
@@ -65,6 +109,16 @@ class Transport(Protocol):
 
     @property
     def peer_id(self) -> PeerId: ...
+
+    @property
+    def uplink(self) -> Uplink:
+        """Where bulk takes turns for this node's way out."""
+        ...
+
+    @property
+    def downlink(self) -> RateLimit:
+        """The node's cap on bulk that comes in."""
+        ...
 
     @property
     def addresses(self) -> list[str]:
@@ -100,6 +154,19 @@ class Transport(Protocol):
 
         Oversized requests are dropped with the stream.
         """
+        ...
+
+    async def open_session(self, peer: PeerId, protocol: str, *, max_message_bytes: int) -> Session:
+        """Begin a session with a connected peer; larger messages than the bound end it.
+
+        Whether the peer serves `protocol` shows at the first message. Raises `PeerUnreachable`.
+        """
+        ...
+
+    def serve_sessions(
+        self, protocol: str, handler: SessionHandler, *, max_message_bytes: int, max_per_peer: int
+    ) -> None:
+        """Serve sessions of `protocol`. Before or inside `running()`. One over the bound is ended at once."""
         ...
 
     async def subscribe(self, topic: str) -> trio.MemoryReceiveChannel[GossipMessage]:

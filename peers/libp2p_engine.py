@@ -26,6 +26,8 @@ from peers.libp2p_address import peer_id_from_multihash, peer_id_to_multihash
 from peers.libp2p_services import Deliver, GuardedHost, GuardedPubsub, GuardedSwarm, SteadyGossipSub
 from peers.libp2p_socket import GuardedConnection, HandshakeRefused, PeerSocket
 from peers.libp2p_yamux import SteadyUpgrader, SteadyYamux
+from peers.link_meter import LinkMeter
+from peers.uplink import Uplink
 from protocol.identity import Identity
 from protocol.limits import MAX_ANNOUNCEMENT_BYTES
 
@@ -75,6 +77,8 @@ class Engine:
         deliver: Deliver,
         on_peer: Callable[[PeerId, bool], None],
         counters: Counter[str],
+        uplink: Uplink,
+        meter: LinkMeter,
     ) -> None:
         keys = create_new_key_pair(identity.private_seed())
         own_id = ID(peer_id_to_multihash(PeerId(identity.key)))
@@ -84,6 +88,7 @@ class Engine:
             {NOISE: NoiseTransport(keys, create_noise_key_pair().private_key)},
             {TProtocol(YAMUX): SteadyYamux},
         )
+        upgrader.uplink = uplink
         config = ConnectionConfig(
             max_connections=MAX_CONNECTIONS,
             min_connections=0,
@@ -92,6 +97,7 @@ class Engine:
             max_connections_per_peer=4,
         )
         self._private_network_key = private_network_key
+        self._meter = meter
         self._counters = counters
         self._on_peer = on_peer
         self._upgrader = upgrader
@@ -153,7 +159,9 @@ class Engine:
         `stream` on any failure.
         """
         try:
-            guarded = GuardedConnection(PeerSocket(stream), peer is not None, self._private_network_key)
+            guarded = GuardedConnection(
+                PeerSocket(stream, self._meter.sent), peer is not None, self._private_network_key
+            )
             expected = None if peer is None else ID(peer_id_to_multihash(peer))
             try:
                 with trio.fail_after(HANDSHAKE_TIMEOUT_S):

@@ -27,8 +27,6 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 from libp2p.pubsub.rpc_queue import RpcQueue
 
-from peers.libp2p_yamux import SteadyYamux
-
 logger = logging.getLogger(__name__)
 
 OPEN_STALL_S = 30.0
@@ -221,18 +219,13 @@ class GuardedHost(BasicHost):
 
 
 async def end_stream(stream: INetStream, *, ok: bool) -> None:
-    """Close a finished stream, or reset one that is not; never raises, cannot be cancelled.
-
-    A reset stream's unread data is dropped at once, where libp2p would keep it for a minute and more.
-    """
+    """Close a finished stream, or reset one that is not; never raises, cannot be cancelled."""
     with trio.CancelScope(shield=True):
         try:
             if ok:
                 await stream.close()
             else:
                 await stream.reset()
-                if isinstance(stream.muxed_conn, SteadyYamux):
-                    await stream.muxed_conn.forget(stream.muxed_stream)  # type: ignore[attr-defined]  # NetStream's
         except Exception as error:
             logger.debug("a stream could not be ended: %r", error)
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from contextlib import nullcontext
 
 import trio
 from libp2p.abc import INetStream
@@ -17,13 +16,10 @@ from libp2p.utils import encode_delim
 from peers.base import Handler, PeerUnreachable, ResponseTooLarge, TransportError
 from peers.libp2p_address import peer_id_from_multihash
 from peers.libp2p_services import BoundedCommunicator, GuardedHost, end_stream
-from peers.libp2p_yamux import MIN_PIECE_BYTES, SteadyYamux
+from peers.libp2p_yamux_stream import STALL_S
 from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
 
 logger = logging.getLogger(__name__)
-
-STALL_S = 30.0
-"""A peer that takes nothing for this long loses the stream."""
 
 HEADER_TIMEOUT_S = 15.0
 MIN_RATE_BYTES_PER_S = 16 * 1024
@@ -45,39 +41,7 @@ def transfer_timeout_s(size: int) -> float:
 
 async def send_frame(stream: INetStream, payload: bytes, *, before: bytes = b"") -> None:
     """Write `before`, the length, `payload`. Raises IOException if the stream breaks or the peer stalls."""
-    connection = stream.muxed_conn
-    assert isinstance(connection, SteadyYamux)
-    head = before + len(payload).to_bytes(4, "big")
-    if len(head) + len(payload) <= MIN_PIECE_BYTES:
-        await _send_piece(stream, memoryview(head + payload))
-        return
-    await _send_piece(stream, memoryview(head))
-    view = memoryview(payload)
-    while view:
-        size = connection.piece_bytes
-        await _send_piece(stream, view[:size], connection.bulk)
-        view = view[size:]
-
-
-async def _send_piece(stream: INetStream, piece: memoryview, turn: trio.Lock | None = None) -> None:
-    """Write only what the peer's window has room for: libp2p gives up when it stays shut for 5 s."""
-    while piece:
-        room = await _room(stream)
-        async with turn or nullcontext():
-            await stream.write(piece[:room].tobytes())
-        piece = piece[room:]
-
-
-async def _room(stream: INetStream) -> int:
-    muxed = stream.muxed_stream  # type: ignore[attr-defined]  # NetStream's, a YamuxStream
-    deadline = trio.current_time() + STALL_S
-    while muxed.send_window <= 0:
-        if muxed.closed or muxed.send_closed:
-            raise IOException("the stream was closed by the other side")
-        if trio.current_time() > deadline:
-            raise IOException(f"the other side took nothing for {STALL_S:g} s")
-        await trio.sleep(0.01)  # yamux has no event for an opened window and polls at this rate itself
-    return int(muxed.send_window)
+    await stream.write(b"".join((before, len(payload).to_bytes(4, "big"), payload)))
 
 
 async def receive_length(stream: INetStream, limit: int) -> int:

@@ -27,6 +27,8 @@ from peers.base import (
     PeerId,
     PeerUnreachable,
     RequestTimeout,
+    Session,
+    SessionHandler,
     TransportError,
     refuse_large_announcement,
 )
@@ -42,8 +44,11 @@ from peers.libp2p_address import (
 )
 from peers.libp2p_dialing import first_success, open_stream, resolve
 from peers.libp2p_engine import Engine
+from peers.libp2p_session import SessionServer, open_session
 from peers.libp2p_streams import RequestServer, ask
+from peers.link_meter import LinkMeter
 from peers.supervisor import Crash, supervise
+from peers.uplink import RateLimit, Uplink
 from protocol.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -58,7 +63,8 @@ class Libp2pTransport:
 
     `listen` are addresses such as /ip4/0.0.0.0/tcp/4001, port 0 for any free one; without any, it only dials.
     `announce` are the addresses that others are told instead, for nodes behind a port mapping or a name.
-    `private_network_key`, 32 bytes, keeps out everyone who does not have it.
+    `private_network_key`, 32 bytes, keeps out everyone who does not have it. The caps are on chunks, over
+    all their transfers together; calls and gossip are not held back.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class Libp2pTransport:
         listen: Sequence[str],
         announce: Sequence[str] = (),
         private_network_key: bytes | None = None,
+        max_upload_bytes_per_s: float | None = None,
+        max_download_bytes_per_s: float | None = None,
     ) -> None:
         if private_network_key is not None and len(private_network_key) != 32:
             raise TransportError(f"a private-network key has 32 bytes, got {len(private_network_key)}")
@@ -88,7 +96,10 @@ class Libp2pTransport:
         self._bound: list[Endpoint] = []
         self._nursery: trio.Nursery | None = None
         self._engine: Engine | None = None
-        self._servers: dict[str, RequestServer] = {}
+        self._servers: dict[str, RequestServer | SessionServer] = {}
+        self._meter = LinkMeter()
+        self.uplink = Uplink(self._meter.room_s, RateLimit(max_upload_bytes_per_s), self._meter.rate)
+        self.downlink = RateLimit(max_download_bytes_per_s)
         self._topics: dict[str, DropOldestBroadcast[GossipMessage]] = {}
         self._events: DropOldestBroadcast[PeerEvent] = DropOldestBroadcast(EVENT_QUEUE)
         self._connected: set[PeerId] = set()
@@ -242,9 +253,23 @@ class Libp2pTransport:
         raise RequestTimeout(f"no complete answer of {name} to {protocol} within {timeout_s:g} s")
 
     def serve(self, protocol: str, handler: Handler, *, max_request_bytes: int, max_concurrent: int) -> None:
+        self._serve(protocol, RequestServer(handler, max_request_bytes, max_concurrent, self.counters))
+
+    def serve_sessions(
+        self, protocol: str, handler: SessionHandler, *, max_message_bytes: int, max_per_peer: int
+    ) -> None:
+        self._serve(protocol, SessionServer(handler, max_message_bytes, max_per_peer, self.counters))
+
+    async def open_session(self, peer: PeerId, protocol: str, *, max_message_bytes: int) -> Session:
+        engine = self._running_engine()
+        await trio.lowlevel.checkpoint()
+        if not engine.connections(peer):
+            raise PeerUnreachable(f"not connected to {peer_id_to_text(peer)}; connect first")
+        return await open_session(engine.host, ID(peer_id_to_multihash(peer)), protocol, max_message_bytes)
+
+    def _serve(self, protocol: str, server: RequestServer | SessionServer) -> None:
         if protocol in self._servers:
             raise TransportError(f"{protocol} is served already")
-        server = RequestServer(handler, max_request_bytes, max_concurrent, self.counters)
         self._servers[protocol] = server
         if self._engine is not None:
             self._engine.host.set_stream_handler(TProtocol(protocol), server)
@@ -283,6 +308,8 @@ class Libp2pTransport:
             self._deliver,
             self._peer_changed,
             self.counters,
+            self.uplink,
+            self._meter,
         )
         for protocol, server in self._servers.items():
             engine.host.set_stream_handler(TProtocol(protocol), server)

@@ -22,13 +22,17 @@ from peers.base import (
     PeerUnreachable,
     RequestTimeout,
     ResponseTooLarge,
+    Session,
+    SessionHandler,
     TransportError,
     refuse_large_announcement,
 )
 from peers.drop_oldest import DropOldestBroadcast
 from peers.libp2p_address import peer_id_to_text, split_peer_id
 from peers.memory_link import Link, Links
+from peers.memory_session import MemorySession, MemoryWire, pair
 from peers.request_gate import HANDLER_TIMEOUT_S, GateFull, RequestGate
+from peers.uplink import RateLimit, Uplink
 from protocol.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,13 @@ class _Served:
     handler: Handler
     max_request_bytes: int
     gate: RequestGate
+
+
+@dataclass
+class _ServedSessions:
+    handler: SessionHandler
+    max_message_bytes: int
+    max_per_peer: int
 
 
 @dataclass(eq=False)
@@ -89,9 +100,16 @@ class MemoryNetwork:
         *,
         uplink_bytes_per_s: float | None = None,
         downlink_bytes_per_s: float | None = None,
+        max_upload_bytes_per_s: float | None = None,
+        max_download_bytes_per_s: float | None = None,
     ) -> "MemoryTransport":
-        """A node's transport. Asking again with the same identity is a restart, once the old one ended."""
-        return MemoryTransport(self, PeerId(identity.key), uplink_bytes_per_s, downlink_bytes_per_s)
+        """A node's transport. Asking again with the same identity is a restart, once the old one ended.
+
+        The first two are what the node's link carries, the others what it is allowed to use of it.
+        """
+        wire = MemoryWire(uplink_bytes_per_s, downlink_bytes_per_s)
+        limits = RateLimit(max_upload_bytes_per_s), RateLimit(max_download_bytes_per_s)
+        return MemoryTransport(self, PeerId(identity.key), wire, *limits)
 
     def set_link(self, a: PeerId, b: PeerId, link: Link, *, both_ways: bool = True) -> None:
         """How messages from `a` to `b` (and back) fare from now on."""
@@ -152,18 +170,20 @@ class MemoryTransport:
         self,
         network: MemoryNetwork,
         peer_id: PeerId,
-        uplink_bytes_per_s: float | None,
-        downlink_bytes_per_s: float | None,
+        wire: MemoryWire,
+        upload_limit: RateLimit,
+        download_limit: RateLimit,
     ) -> None:
         self._network = network
         self._peer_id = peer_id
-        self.uplink_bytes_per_s = uplink_bytes_per_s
-        self.downlink_bytes_per_s = downlink_bytes_per_s
-        self.bytes_sent: Counter[str] = Counter()
-        """Payload bytes by protocol or topic; requests, answers and gossip copies alike."""
+        self.wire = wire
+        self.bytes_sent = wire.bytes_sent
+        """Payload bytes by protocol or topic; requests, answers, sessions and gossip copies alike."""
+        self.uplink = Uplink(wire.room_s, upload_limit, lambda: wire.uplink_bytes_per_s)
+        self.downlink = download_limit
         self.counters: Counter[str] = Counter()
-        self._uplink = trio.Lock()
-        self._downlink_free_at = 0.0
+        self._sessions: dict[PeerId, list[MemorySession]] = {}
+        self._served_sessions: dict[str, _ServedSessions] = {}
         self._nursery: trio.Nursery | None = None
         self._peers: set[PeerId] = set()
         self._asking: dict[PeerId, set[_Stream]] = {}
@@ -292,6 +312,47 @@ class MemoryTransport:
             raise TransportError(f"{protocol} is served already")
         self._served[protocol] = _Served(handler, max_request_bytes, RequestGate(max_concurrent))
 
+    async def open_session(self, peer: PeerId, protocol: str, *, max_message_bytes: int) -> Session:
+        self._require_running()
+        await trio.lowlevel.checkpoint()
+        other = self._network._nodes.get(peer)
+        if peer not in self._peers or other is None or self._peer_id not in other._peers:
+            raise PeerUnreachable(f"not connected to {peer_id_to_text(peer)}; connect first")
+        served = other._served_sessions.get(protocol)
+        mine = self._session(peer, protocol, max_message_bytes)
+        theirs = other._session(self._peer_id, protocol, served.max_message_bytes if served else 0)
+        pair(mine, theirs)
+        if served is None or len(other._sessions[self._peer_id]) > served.max_per_peer:
+            await theirs.aclose()
+        else:
+            other._start(other._serve_session, served, theirs)
+        return mine
+
+    def serve_sessions(
+        self, protocol: str, handler: SessionHandler, *, max_message_bytes: int, max_per_peer: int
+    ) -> None:
+        if protocol in self._served_sessions:
+            raise TransportError(f"{protocol} is served already")
+        self._served_sessions[protocol] = _ServedSessions(handler, max_message_bytes, max_per_peer)
+
+    def _session(self, peer: PeerId, protocol: str, max_message_bytes: int) -> MemorySession:
+        network = self._network
+        session = MemorySession(
+            self._peer_id, peer, protocol, max_message_bytes, network._links, self.wire, network.reachable
+        )
+        open_ones = [one for one in self._sessions.get(peer, []) if not one.ended]
+        self._sessions[peer] = [*open_ones, session]
+        return session
+
+    async def _serve_session(self, served: _ServedSessions, session: MemorySession) -> None:
+        try:
+            await served.handler(session)
+        except Exception:  # any failure of a handler ends its session only
+            self.counters["handler_failed"] += 1
+            logger.warning("a session's handler failed; the session was closed", exc_info=True)
+        finally:
+            await session.aclose()
+
     async def subscribe(self, topic: str) -> trio.MemoryReceiveChannel[GossipMessage]:
         self._require_running()
         await trio.lowlevel.checkpoint()
@@ -345,6 +406,8 @@ class MemoryTransport:
             text = f"the connection to {peer_id_to_text(peer)} closed during the request"
             for stream in self._asking.pop(peer, set()):
                 stream.finish(None, PeerUnreachable(text))
+            for session in self._sessions.pop(peer, []):
+                session.end(0.0)
 
     async def _notice_dead(self, peer: PeerId, partition: int | None) -> None:
         """Give a silent connection up after a while, unless the partition that silenced it ended first."""
@@ -366,14 +429,9 @@ class MemoryTransport:
             if stream is not None and stream.abandoned:
                 break
             piece = min(PIECE_BYTES, size - start)
-            if self.uplink_bytes_per_s is not None:
-                async with self._uplink:
-                    await trio.sleep(piece / self.uplink_bytes_per_s)
-            self.bytes_sent[label] += piece
-            if receiver is not None and receiver.downlink_bytes_per_s is not None:
-                begin = max(trio.current_time(), receiver._downlink_free_at)
-                receiver._downlink_free_at = begin + piece / receiver.downlink_bytes_per_s
-                received_at = receiver._downlink_free_at
+            await trio.sleep_until(self.wire.leave(label, piece))
+            if receiver is not None:
+                received_at = receiver.wire.enter(piece, trio.current_time())
         return max(received_at, trio.current_time())
 
     async def _answer(

@@ -25,14 +25,13 @@ class SmallNode:
         *,
         run_id: bytes = RUN,
         first_sequence: int = 0,
-        uplink_bytes_per_s: float | None = None,
+        **links: float,
     ) -> None:
+        """`links`: what `MemoryNetwork.transport` takes."""
         self.identity = Identity.from_seed(number.to_bytes(32, "big"))
         self.key = self.identity.key
         self.peer = PeerId(self.key)
-        self.transport: MemoryTransport = network.transport(
-            self.identity, uplink_bytes_per_s=uplink_bytes_per_s
-        )
+        self.transport: MemoryTransport = network.transport(self.identity, **links)
         self.refusals: list[tuple[PeerId | None, RefusalReason]] = []
         counter = itertools.count(first_sequence)
         self.swarm = Swarm(

@@ -170,7 +170,7 @@ async def test_a_slow_uplink_is_shared_by_concurrent_transfers(autojump_clock):
     async with nodes(MemoryNetwork(delay_s=0), 3) as (a, b, c):
         await connect(a, b)
         await connect(a, c)
-        a.uplink_bytes_per_s = 64 * 1024
+        a.wire.uplink_bytes_per_s = 64 * 1024
         took = []
         began = trio.current_time()
 
@@ -191,7 +191,7 @@ async def test_a_slow_uplink_is_shared_by_concurrent_transfers(autojump_clock):
 async def test_a_slow_downlink_bounds_what_fast_uplinks_bring(autojump_clock):
     async with nodes(MemoryNetwork(delay_s=0), 2) as (a, b):
         await connect(a, b)
-        b.downlink_bytes_per_s = 32 * 1024
+        b.wire.downlink_bytes_per_s = 32 * 1024
         began = trio.current_time()
         await ask(b, a.peer_id, b"x" * 64 * 1024)
         assert trio.current_time() - began == pytest.approx(2.0)
@@ -200,7 +200,7 @@ async def test_a_slow_downlink_bounds_what_fast_uplinks_bring(autojump_clock):
 async def test_an_abandoned_transfer_stops_using_the_uplink(autojump_clock):
     async with nodes(MemoryNetwork(), 2) as (a, b):
         await connect(a, b)
-        b.uplink_bytes_per_s = 16 * 1024
+        b.wire.uplink_bytes_per_s = 16 * 1024
         with pytest.raises(RequestTimeout):
             await ask(a, b.peer_id, b"x" * 2**20, timeout_s=3)
         await trio.sleep(100)
