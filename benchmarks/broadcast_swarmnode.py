@@ -18,7 +18,8 @@ import trio
 from benchmarks.broadcast_system import Task, answer_check
 from benchmarks.lab_process import Channel
 from peers.base import PeerId
-from peers.chunk_serving import ChunkServer, ChunkShelf
+from peers.chunk_serving import ChunkServer
+from peers.chunk_shelf import ChunkFile, ChunkShelf
 from peers.file_assembly import StoredFile
 from peers.libp2p_transport import Libp2pTransport
 from peers.swarm import Swarm
@@ -31,32 +32,49 @@ PORT = 4001
 CONNECT_TIMEOUT_S = 60.0
 
 
-class CorruptShelf(ChunkShelf):
+class CorruptFile:
     """Says the truth about what it has and gives something else."""
 
-    async def read(self, chunk: bytes, offset: int) -> bytes:
-        data = bytearray(await super().read(chunk, offset))
+    def __init__(self, file: ChunkFile) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+        data = bytearray(await self._file.read(index, offset, size_bytes))
         data[len(data) // 2] ^= 0xFF
         return bytes(data)
 
 
-class StallingShelf(ChunkShelf):
+class StallingFile(CorruptFile):
     """Serves its first chunks well, then begins answers and never ends them."""
 
     good_reads = 3
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._reads = 0
-
-    async def read(self, chunk: bytes, offset: int) -> bytes:
-        self._reads += 1
-        if self._reads > self.good_reads:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+        self.good_reads -= 1
+        if self.good_reads < 0:
             await trio.sleep_forever()
-        return await super().read(chunk, offset)
+        return await self._file.read(index, offset, size_bytes)
 
 
-SHELVES: dict[str | None, type[ChunkShelf]] = {"corrupt": CorruptShelf, "stalling": StallingShelf}
+class FaultyShelf(ChunkShelf):
+    """Serves files as the given kind of them."""
+
+    def __init__(self, kind: type[CorruptFile]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._faulty: dict[int, ChunkFile] = {}
+
+    def get(self, name: bytes) -> ChunkFile | None:
+        file = super().get(name)
+        if file is None:
+            return None
+        return self._faulty.setdefault(id(file), self._kind(file))
+
+
+FAULTY = {"corrupt": CorruptFile, "stalling": StallingFile}
 
 
 class ExchangeNode:
@@ -76,7 +94,7 @@ class ExchangeNode:
             on_refusal=self._count_refusal,
         )
         self.path = task.directory / "model.safetensors"
-        self._shelf = SHELVES.get(task.fault, ChunkShelf)()
+        self._shelf = FaultyShelf(FAULTY[task.fault]) if task.fault in FAULTY else ChunkShelf()
         if task.is_source:
             self._offer(task.file.path)
         ChunkServer(self.swarm, self._shelf)

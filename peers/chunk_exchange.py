@@ -1,6 +1,6 @@
-"""Fetching a set of chunks from several peers at once: verified by hash, retried elsewhere, bounded memory.
+"""Downloading a file's chunks from several peers at once: verified by hash, asked elsewhere when one fails.
 
-What to ask of whom is `peers.chunk_plan`'s; here are the requests themselves, their time-outs and their end.
+What to ask of whom is `peers.chunk_plan`'s; here are the sessions with the peers, and their end.
 """
 
 import hashlib
@@ -13,37 +13,56 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peers.base import PeerId, PeerUnreachable, RequestTimeout, ResponseTooLarge, TransportError
-from peers.chunk_plan import ChunkPlan
-from peers.chunk_serving import CHUNK_PROTOCOL, DATA, LACKING, REFUSAL, ChunkServer, ChunkShelf, ChunkStore
+from peers.base import PeerId, Session, TransportError
+from peers.chunk_frames import (
+    CANCEL,
+    LACK,
+    MAX_INDICES,
+    MAX_MESSAGE_BYTES,
+    OPENING,
+    REFUSAL,
+    SPARE,
+    WANT,
+    BadFrame,
+    Have,
+    Holdings,
+    Indices,
+    Piece,
+    Sealed,
+    decode,
+    encode_have,
+    encode_indices,
+    encode_sealed,
+)
+from peers.chunk_layout import FileLayout
+from peers.chunk_plan import ChunkPlan, Step, Withdrawal
+from peers.chunk_serving import CHUNK_PROTOCOL
+from peers.signal import Signal
 from peers.swarm import Swarm
 from protocol.identity import node_name
-from protocol.messages import ChunkRequest, Refusal
+from protocol.messages import ChunkSession, Refusal
 from protocol.refusals import RefusalReason, Refused
-
-__all__ = [
-    "ChunkServer",
-    "ChunkShelf",
-    "ChunkStore",
-    "TransferFailed",
-    "TransferProgress",
-    "TransferReport",
-    "fetch_chunks",
-]
 
 log = logging.getLogger(__name__)
 
-CHUNK_TIMEOUT_S = 30.0
 GIVE_UP_S = 120.0
-PER_PEER_IN_FLIGHT = 2
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
+"""Chunks asked for and not yet written away: bounds the memory of a download."""
+
+MAX_NEIGHBOURS = 32
+"""Peers that one download talks to, however many have the file: drawn by trust and success, and the idle
+ones replaced now and then."""
+IDLE_S = 20.0
+"""A neighbour that has brought nothing for so long makes place for another, if there is one."""
+
 LOOK_EVERY_S = 1.0
 """New providers are looked for this often even when nothing happens."""
 
-_REFUSAL_BYTES = 4 * 1024
+FIRST_RETRY_S = 0.5
+MAX_RETRY_S = 30.0
 
 Providers = Callable[[], Sequence[PeerId]]
-Sink = Callable[[int, bytes], Awaitable[None]]
+Sink = Callable[[int, bytearray], Awaitable[None]]
 
 
 class TransferFailed(Exception):
@@ -75,48 +94,74 @@ class TransferReport:
 
 async def fetch_chunks(
     swarm: Swarm,
-    wanted: Sequence[tuple[bytes, int]],
+    layout: FileLayout,
     providers: Providers,
     sink: Sink,
     *,
     already: AbstractSet[int] = frozenset(),
-    per_peer_in_flight: int = PER_PEER_IN_FLIGHT,
     max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
-    chunk_timeout_s: float = CHUNK_TIMEOUT_S,
+    max_neighbours: int = MAX_NEIGHBOURS,
     give_up_s: float = GIVE_UP_S,
     progress: Callable[[TransferProgress], None] | None = None,
     rng: random.Random | None = None,
 ) -> TransferReport:
-    """Fetch the chunks of a file, given in their order as (SHA-256, size in bytes), except those in
-    `already`.
+    """Fetch the chunks of a file except those in `already`.
 
-    `providers` is asked again and again: peers may join and leave while this runs; only connected ones are
-    used. `sink(index, data)` gets each verified chunk once, several at a time; while it works, the chunk
-    counts as in flight, so that memory stays below `max_in_flight_bytes` (or one chunk). What it raises
-    ends the transfer.
+    `providers` is asked again and again: peers may join and leave while this runs, and need have nothing of
+    the file yet; only connected ones are used. `sink(index, data)` gets each verified chunk once, several at
+    a time; while it works, the chunk counts as in flight, so that memory stays below `max_in_flight_bytes`
+    (or one chunk). What it raises ends the transfer.
 
     Raises `TransferFailed` when nothing arrived from anybody for `give_up_s`.
     """
-    rng = rng or random.Random()
-    plan = ChunkPlan(
-        [size for _, size in wanted],
+    transfer = _Transfer(
+        swarm,
+        layout,
+        providers,
+        sink,
         already,
-        swarm.reputation,
-        rng,
-        per_peer_in_flight=per_peer_in_flight,
         max_in_flight_bytes=max_in_flight_bytes,
+        max_neighbours=max_neighbours,
+        give_up_s=give_up_s,
+        progress=progress,
+        rng=rng or random.Random(),
     )
-    transfer = _Transfer(swarm, wanted, providers, sink, plan, chunk_timeout_s, give_up_s, progress)
     await transfer.run()
     return transfer.report
 
 
-class _Lacking(Exception):
-    """The peer does not have the chunk; `holdings` is its bit map."""
+@dataclass
+class _Arriving:
+    """A chunk that comes piece by piece."""
 
-    def __init__(self, holdings: bytes) -> None:
-        super().__init__("lacking")
-        self.holdings = holdings
+    data: bytearray
+    digest: "hashlib._Hash"
+    size: int = 0
+
+
+@dataclass
+class _Provider:
+    """What is remembered of a peer between its sessions."""
+
+    scope: trio.CancelScope | None = None
+    retry_s: float = 0.0
+    failures: int = 0
+    dropped: bool = False
+    trouble: str = ""
+    since_s: float = 0.0
+    brought_s: float = 0.0
+
+
+class _Link:
+    """One session as the download uses it: what is to be said, and chunks in the middle of coming."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.to_say: list[Step] = []
+        self.to_report: list[int] | None = None
+        """Chunks that came since the peer, who gives, was told; None: it does not give."""
+        self.saying = Signal()
+        self.arriving: dict[int, _Arriving] = {}
 
 
 class _Transfer:
@@ -125,162 +170,305 @@ class _Transfer:
     def __init__(
         self,
         swarm: Swarm,
-        wanted: Sequence[tuple[bytes, int]],
+        layout: FileLayout,
         providers: Providers,
         sink: Sink,
-        plan: ChunkPlan,
-        chunk_timeout_s: float,
+        already: AbstractSet[int],
+        *,
+        max_in_flight_bytes: int,
+        max_neighbours: int,
         give_up_s: float,
         progress: Callable[[TransferProgress], None] | None,
+        rng: random.Random,
     ) -> None:
         self.report = TransferReport()
+        sizes = [layout.length(index) for index in range(layout.count)]
+        self._plan = ChunkPlan(sizes, already, rng, max_in_flight_bytes=max_in_flight_bytes)
         self._swarm = swarm
-        self._wanted = wanted
-        self._providers = providers
+        self._layout = layout
+        self._list_providers = providers
         self._sink = sink
-        self._plan = plan
-        self._chunk_timeout_s = chunk_timeout_s
+        self._max_neighbours = max_neighbours
         self._give_up_s = give_up_s
         self._progress = progress
-        self._done_chunks = len(plan.arrived)
-        self._done_bytes = sum(wanted[index][1] for index in plan.arrived)
-        self._total_bytes = sum(size for _, size in wanted)
-        self._requests: dict[int, list[trio.CancelScope]] = {}
+        self._rng = rng
+        self._done = ~self._plan.missing
+        self._done_chunks = len(already)
+        self._done_bytes = sum(sizes[index] for index in already)
+        self._providers: dict[PeerId, _Provider] = {}
+        self._links: dict[PeerId, _Link] = {}
+        self._nursery: trio.Nursery
         self._last_arrival_s = 0.0
         self._wake = trio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
         started_s = self._last_arrival_s = trio.current_time()
-        self._tell()
-        async with trio.open_nursery() as nursery:
-            await self._coordinate(nursery)
-            nursery.cancel_scope.cancel()
+        self._tell_progress()
+        async with trio.open_nursery() as self._nursery:
+            await self._coordinate(self._nursery)
+            self._nursery.cancel_scope.cancel()
         self.report.seconds = trio.current_time() - started_s
         if self._failure is not None:
             # Raised here and not inside: a nursery would wrap it in a group.
             raise self._failure
 
     async def _coordinate(self, nursery: trio.Nursery) -> None:
-        while self._done_chunks < len(self._wanted) and self._failure is None:
+        look_s = 0.0
+        while self._done_chunks < self._layout.count and self._failure is None:
             self._wake = trio.Event()
             now_s = trio.current_time()
             if now_s - self._last_arrival_s >= self._give_up_s:
                 self._failure = TransferFailed(self._explain(now_s))
                 return
-            connected = self._swarm.transport.connected_peers()
-            for peer, index in self._plan.begin(connected.intersection(self._providers()), now_s):
-                scope = trio.CancelScope()
-                self._requests.setdefault(index, []).append(scope)
-                nursery.start_soon(self._fetch, peer, index, scope)
+            if now_s >= look_s:
+                look_s = now_s + LOOK_EVERY_S
+                self._meet(nursery, now_s)
+            for step in self._plan.steps(now_s):
+                if isinstance(step, Withdrawal):
+                    self._withdraw(step)
+                else:
+                    self._say(step)
             give_up_at_s = self._last_arrival_s + self._give_up_s
-            with trio.move_on_at(min(self._plan.next_look_s(now_s), now_s + LOOK_EVERY_S, give_up_at_s)):
+            with trio.move_on_at(min(self._plan.next_look_s(), look_s, give_up_at_s)):
                 await self._wake.wait()
 
-    async def _fetch(self, peer: PeerId, index: int, scope: trio.CancelScope) -> None:
-        """One request for one chunk, from asking to the end of the sink. A faster peer cancels `scope`."""
-        began_s = trio.current_time()
-        data: bytes | None = None
+    # Whom to talk to.
+
+    def _meet(self, nursery: trio.Nursery, now_s: float) -> None:
+        """Open sessions with connected providers, up to the bound; let idle ones go if others wait."""
+        connected = self._swarm.transport.connected_peers()
+        candidates: list[PeerId] = []
+        for peer in dict.fromkeys(self._list_providers()):
+            provider = self._providers.setdefault(peer, _Provider())
+            if (
+                provider.scope is None
+                and peer in connected
+                and not provider.dropped
+                and provider.retry_s <= now_s
+            ):
+                candidates.append(peer)
+        current = [provider for provider in self._providers.values() if provider.scope is not None]
+        places = self._max_neighbours - len(current)
+        if len(candidates) > places:
+            idle = [p for p in current if now_s - max(p.since_s, p.brought_s) >= IDLE_S]
+            for provider in idle[: len(candidates) - places]:
+                assert provider.scope is not None
+                provider.scope.cancel()
+                provider.retry_s = now_s + IDLE_S
+        while candidates and places > 0:
+            peer = self._swarm.reputation.choose(candidates, self._rng, now_s)
+            candidates.remove(peer)
+            places -= 1
+            provider = self._providers[peer]
+            provider.scope = trio.CancelScope()
+            provider.since_s = now_s
+            nursery.start_soon(self._converse, peer, provider, provider.scope)
+
+    async def _converse(self, peer: PeerId, provider: _Provider, scope: trio.CancelScope) -> None:
+        """One session from its opening to its end."""
         try:
             with scope:
-                data = await self._ask(peer, index)
-            if data is not None:
-                now_s = self._last_arrival_s = trio.current_time()
-                self._swarm.reputation.record_success(peer, len(data), now_s - began_s, now_s)
-                if self._plan.arrive(peer, index, now_s - began_s, now_s):
-                    self.report.bytes_by_peer[peer] += len(data)
-                    for other in self._requests[index]:
-                        if other is not scope:
-                            other.cancel()
-                    await self._keep(index, data)
-                else:
-                    self.report.wasted_bytes += len(data)
+                await self._talk(peer)
+                return
+        except* (TransportError, Refused) as group:
+            provider.trouble = str(_first(group))
+            provider.failures += 1
+            delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(provider.failures - 1, 20))
+            provider.retry_s = trio.current_time() + delay_s * self._rng.uniform(0.5, 1.0)
         finally:
-            self._requests[index].remove(scope)
-            self._plan.end(peer, index)
+            provider.scope = None
             self._wake.set()
 
-    async def _keep(self, index: int, data: bytes) -> None:
+    async def _talk(self, peer: PeerId) -> None:
+        transport = self._swarm.transport
+        session = await transport.open_session(peer, CHUNK_PROTOCOL, max_message_bytes=MAX_MESSAGE_BYTES)
         try:
-            await self._sink(index, data)
-        except Exception as error:  # kept to be raised by run(), outside the nursery
-            self._failure = error
-            return
-        self._done_chunks += 1
-        self._done_bytes += len(data)
-        self._tell()
+            opening = self._swarm.seal(ChunkSession(file=self._layout.name))
+            await session.send(encode_sealed(OPENING, opening))
+            self._links[peer] = link = _Link(session)
+            self._plan.join(peer, session.round_trip_s)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._speak, link)
+                    await self._listen(peer, link)
+            finally:
+                del self._links[peer]
+                self._plan.leave(peer)
+        finally:
+            await session.aclose()
 
-    async def _ask(self, peer: PeerId, index: int) -> bytes | None:
-        """The verified chunk, or None after noting what went wrong with the peer."""
-        name, size = self._wanted[index]
-        timeout_s = self._chunk_timeout_s * self._plan.peers[peer].timeout_factor
-        try:
-            data = await self._download(peer, name, size, timeout_s)
-        except _Lacking as lacking:
-            self._plan.miss(peer, index, lacking.holdings, trio.current_time())
-        except Refused as refused:
-            self._plan.fail(peer, f"refused: {refused}", trio.current_time())
-        except ResponseTooLarge as error:
-            self._swarm.refuse(peer, RefusalReason.OVERSIZED, f"more than the {size} bytes of chunk {index}")
-            self._plan.drop(peer, str(error))
-        except TransportError as error:
+    # What is said.
+
+    def _say(self, step: Step) -> None:
+        link = self._links.get(step.peer)
+        if link is not None:
+            link.to_say.append(step)
+            link.saying.set()
+
+    async def _speak(self, link: _Link) -> None:
+        while True:
+            if link.to_report:
+                indices, link.to_report = link.to_report[:MAX_INDICES], link.to_report[MAX_INDICES:]
+                await link.session.send(encode_have(indices, 0))
+            elif link.to_say:
+                kind = _kind(link.to_say[0])
+                run = next((i for i, step in enumerate(link.to_say) if _kind(step) != kind), None)
+                steps, link.to_say = link.to_say[:run], link.to_say[run:] if run is not None else []
+                await link.session.send(encode_indices(kind, [step.index for step in steps]))
+            else:
+                await link.saying.wait()
+
+    # What is heard.
+
+    async def _listen(self, peer: PeerId, link: _Link) -> None:
+        """Until the session ends. Raises `Refused` when the peer refused, `TransportError`."""
+        while True:
+            message = await link.session.receive()
+            try:
+                frame = decode(message, self._layout.count)
+            except BadFrame as error:
+                raise self._broken(peer, str(error)) from error
+            if isinstance(frame, Piece):
+                await self._heard_piece(peer, link, frame)
+                continue
             now_s = trio.current_time()
-            if not isinstance(error, PeerUnreachable):
-                self._swarm.reputation.record_failure(peer, now_s)
-            self._plan.fail(peer, str(error), now_s, timed_out=isinstance(error, RequestTimeout))
-            self.report.failures[peer] += 1
-        else:
-            if hashlib.sha256(data).digest() == name:
-                return data
-            detail = f"chunk {index} ({name.hex()[:12]}) has another hash"
+            if isinstance(frame, Holdings):
+                self._plan.heard_load(peer, frame.load, now_s)
+                self._heard_holdings(peer, link, frame)
+            elif isinstance(frame, Have):
+                self._plan.heard_load(peer, frame.load, now_s)
+                self._plan.heard_have(peer, frame.indices)
+            elif isinstance(frame, Indices) and frame.kind == LACK:
+                self._plan.lack(peer, frame.indices, now_s)
+            elif isinstance(frame, Sealed) and frame.kind == REFUSAL:
+                await self._swarm.open_answer(peer, frame.envelope, Refusal)
+            else:
+                raise self._broken(peer, "a message that only a downloader sends")
+            self._wake.set()
+
+    def _heard_holdings(self, peer: PeerId, link: _Link, frame: Holdings) -> None:
+        self._plan.heard_holdings(peer, frame.held, frame.giving)
+        if not frame.giving:
+            link.to_report = None
+        elif link.to_report is None:
+            link.to_report = [int(index) for index in self._done.nonzero()[0]]
+            link.saying.set()
+
+    async def _heard_piece(self, peer: PeerId, link: _Link, piece: Piece) -> None:
+        now_s = trio.current_time()
+        self._plan.heard_load(peer, piece.load, now_s)
+        size = self._layout.length(piece.index)
+        if piece.offset == 0:
+            withdrawals = self._plan.begun(peer, piece.index, now_s)
+            if withdrawals is not None:
+                link.arriving[piece.index] = _Arriving(bytearray(size), hashlib.sha256())
+                for withdrawal in withdrawals:
+                    self._withdraw(withdrawal)
+        arriving = link.arriving.get(piece.index)
+        await self._swarm.transport.downlink.take(len(piece.data))
+        if arriving is None:
+            # Withdrawn while it was on its way; a peer that sends what nobody asked for only wastes its own
+            # time, and the transport's flow control bounds what it costs here.
+            self.report.wasted_bytes += len(piece.data)
+            return
+        end = piece.offset + len(piece.data)
+        if piece.offset != arriving.size or end > size:
+            raise self._broken(peer, f"pieces of chunk {piece.index} that do not fit together")
+        arriving.data[piece.offset : end] = piece.data
+        arriving.digest.update(piece.data)
+        arriving.size = end
+        self._last_arrival_s = now_s
+        self._plan.received(peer, piece.index, len(piece.data), now_s)
+        if end == size:
+            del link.arriving[piece.index]
+            self._arrived(peer, piece.index, arriving)
+
+    def _withdraw(self, withdrawal: Withdrawal) -> None:
+        link = self._links.get(withdrawal.peer)
+        if link is not None:
+            arriving = link.arriving.pop(withdrawal.index, None)
+            if arriving is not None:
+                self.report.wasted_bytes += arriving.size
+            self._say(withdrawal)
+
+    def _arrived(self, peer: PeerId, index: int, arriving: _Arriving) -> None:
+        now_s = trio.current_time()
+        if arriving.digest.digest() != self._layout.chunks[index]:
+            detail = f"chunk {index} ({self._layout.chunks[index].hex()[:12]}) has another hash"
             log.warning("%s: %s; it is not asked again in this transfer", node_name(peer), detail)
             self._swarm.refuse(peer, RefusalReason.WRONG_HASH, detail)
-            self._plan.drop(peer, detail)
+            self._plan.spoiled(peer, index)
+            self._providers[peer].dropped = True
             self.report.wrong_hash[peer] += 1
-            self.report.wasted_bytes += len(data)
-        return None
+            self.report.wasted_bytes += arriving.size
+            raise TransportError(detail)
+        asked_s = self._plan.neighbours[peer].asked[index].asked_s
+        self._swarm.reputation.record_success(peer, arriving.size, now_s - asked_s, now_s)
+        provider = self._providers[peer]
+        provider.failures, provider.brought_s, provider.trouble = 0, now_s, ""
+        for withdrawal in self._plan.arrived(peer, index, now_s):
+            self._withdraw(withdrawal)
+        self.report.bytes_by_peer[peer] += arriving.size
+        self._wake.set()
+        self._nursery.start_soon(self._keep, index, arriving)
 
-    async def _download(self, peer: PeerId, name: bytes, size: int, timeout_s: float) -> bytes:
-        """All bytes of a chunk from one peer, in as many replies as it cuts them into. Unverified.
+    async def _keep(self, index: int, arriving: _Arriving) -> None:
+        try:
+            await self._sink(index, arriving.data)
+        except Exception as error:  # kept to be raised by run(), outside the nursery
+            self._failure = error
+            self._wake.set()
+            return
+        self._plan.kept(index)
+        self._done[index] = True
+        self._done_chunks += 1
+        self._done_bytes += arriving.size
+        for link in self._links.values():
+            if link.to_report is not None:
+                link.to_report.append(index)
+                link.saying.set()
+        self._tell_progress()
+        self._wake.set()
 
-        One peer only, so that a wrong hash has one culprit. Each reply may take `timeout_s`.
-        """
-        received = b""
-        while len(received) < size:
-            rest = size - len(received)
-            reply = await self._swarm.transport.request(
-                peer,
-                CHUNK_PROTOCOL,
-                self._swarm.seal(ChunkRequest(chunk=name, offset=len(received))),
-                timeout_s=timeout_s,
-                max_response_bytes=max(rest, _REFUSAL_BYTES, -(-len(self._wanted) // 8)) + 1,
-            )
-            if reply[:1] == LACKING:
-                raise _Lacking(reply[1:])
-            if reply[:1] == REFUSAL:
-                await self._swarm.open_answer(peer, reply[1:], Refusal)
-            if reply[:1] != DATA or not 1 < len(reply) <= rest + 1:
-                self._swarm.refuse(peer, RefusalReason.MALFORMED, f"no part of a chunk: {len(reply)} bytes")
-                raise TransportError(f"{node_name(peer)} answered a chunk request with something else")
-            received = received + reply[1:] if received else reply[1:]
-            self._last_arrival_s = trio.current_time()
-        return received
+    def _broken(self, peer: PeerId, detail: str) -> TransportError:
+        """The peer does not keep to the protocol: it is counted, and not asked again in this transfer."""
+        self._swarm.refuse(peer, RefusalReason.MALFORMED, detail)
+        self._providers[peer].dropped = True
+        return TransportError(f"{node_name(peer)} broke the protocol: {detail}")
 
-    def _tell(self) -> None:
+    def _tell_progress(self) -> None:
         if self._progress is not None:
             self._progress(
-                TransferProgress(self._done_chunks, len(self._wanted), self._done_bytes, self._total_bytes)
+                TransferProgress(
+                    self._done_chunks, self._layout.count, self._done_bytes, self._layout.size_bytes
+                )
             )
 
     def _explain(self, now_s: float) -> str:
-        missing = len(self._wanted) - self._done_chunks
+        missing = self._layout.count - self._done_chunks
         connected = self._swarm.transport.connected_peers()
         troubles: list[str] = []
-        for peer in dict.fromkeys([*self._plan.peers, *self._providers()]):
-            state = self._plan.peers.get(peer)
-            trouble = state.last_trouble if state is not None else ""
+        for peer in dict.fromkeys([*self._providers, *self._list_providers()]):
+            provider = self._providers.get(peer, _Provider())
+            trouble = provider.trouble
+            if not trouble and peer in self._plan.neighbours:
+                trouble = "lacks what is missing here"
             away = "" if peer in connected else " (not connected)"
             troubles.append(f"{node_name(peer)}: {trouble or 'no answer yet'}{away}")
-        text = f"{missing} of {len(self._wanted)} chunks are missing and none came for "
+        text = f"{missing} of {self._layout.count} chunks are missing and none came for "
         text += f"{now_s - self._last_arrival_s:.0f} s; "
         return text + ("; ".join(troubles[:8]) if troubles else "no peer is known to have them")
+
+
+def _kind(step: Step) -> int:
+    if isinstance(step, Withdrawal):
+        return CANCEL
+    return SPARE if step.spare else WANT
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,230 +1,493 @@
-"""Which chunk to ask of whom next, in one transfer: pure decisions from what peers did so far. No clock.
+"""Which chunk to ask of whom next, in one download: pure decisions from what peers said and did. No clock.
 
-Nobody announces which chunks it holds: a peer is taken to have all until it lacks one, and then says which it
-has. So a complete peer costs nothing extra, and one that is downloading itself is asked for what it has got.
+Rare chunks first, so that soon all can pass some on; each chunk of one peer at a time; few requests open with
+each, so that no slow one holds many; what waits where it is slow moves to who has become quicker.
 """
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from peers.base import PeerId
-from peers.reputation import Reputation
+from peers.chunk_frames import ANY, Mask
 
-MAX_TIMEOUT_FACTOR = 8.0
-"""A peer that runs out of time gets twice as long at the next try (up to this), one request at a time."""
+BUSY_LOAD = 2
+"""A peer for which so many chunks wait has enough to do: one request of ours is open with it, else two, so
+that it need not wait for us."""
 
-SLOW_CHUNK_S = 2.0
-"""A peer that needs longer for a chunk gets one request at a time: more would queue before control."""
+MAX_WINDOW = 16
+"""Requests open with one peer where a round trip takes as long as many chunks."""
 
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 10.0
-PROBE_AFTER_S = 0.25
-MAX_PROBE_AFTER_S = 1.0
-"""A peer that has nothing of what is missing is asked again after this long: it may be downloading itself."""
-MISSES_BEFORE_PAUSE = 4
-"""A peer that so often in a row lacks what its map says it has is asked less."""
+RELIEF_EVERY_S = 0.1
+"""How often it is looked whether peers with a place can help with what waits at others."""
 
-RACE_AFTER_S = 2.0
-RACE_FACTOR = 3.0
-"""With nothing left to ask for, a chunk that takes so many times the usual is asked of a second peer too."""
+GAIN = 2.0
+"""They do if they are expected to bring it so many times sooner, and by this at least:"""
+LEAST_GAIN_S = 0.25
 
-_SCAN = 256
-_SAMPLE = 16
-"""Of the missing chunks (at most _SCAN looked at, from a random place on) the rarest of _SAMPLE is taken."""
+TIMEOUT_FACTOR = 8.0
+LEAST_TIMEOUT_S = 8.0
+FIRST_TIMEOUT_S = 30.0
+"""A peer that brings nothing of what it was asked for in so many times the usual (at least this; before
+anything usual is known, that) has failed: its chunks are asked of others."""
+
+ASK_AGAIN_S = 1.0
+"""A giver that has nothing for us now is asked again after this long."""
+
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+
+_WEIGHT = 0.3
+"""Of the newest measurement in a moving average."""
 
 
 @dataclass
-class PeerState:
-    """What a transfer knows of one peer."""
+class Asked:
+    """One chunk asked of one peer."""
 
-    in_flight: int = 0
+    asked_s: float
+    ahead: float = 0.0
+    """How many chunks were expected to wait before it."""
+    spare: bool = False
+    first_piece_s: float | None = None
+    first_piece_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Neighbour:
+    """What a download knows of one peer."""
+
+    peer: PeerId
+    round_trip_s: float = 0.0
+    held: Mask | None = None
+    giving: bool = False
+    asked: dict[int, Asked] = field(default_factory=dict)
+    any_asked: list[float] = field(default_factory=list)
+    """When chunks of its own choice were asked for that have not begun to come."""
+    latency_s: float | None = None
+    """How long it takes from asking for a chunk to having it, lately."""
+    service_s: float | None = None
+    """How long it takes to send a chunk."""
+    load: int = 0
+    load_s: float = -math.inf
+    """How many chunks waited at it, as it said, and when."""
+    interval_s: float | None = None
+    """How often it brings a chunk while it is asked for more."""
+    heard_s: float = -math.inf
+    """When it last brought a piece, or was asked for the first of what is open."""
+    finished_s: float = -math.inf
+    ready_s: float = -math.inf
     failures: int = 0
-    """In a row."""
-    misses: int = 0
-    """How often in a row it lacked what it had said to have."""
-    timeout_factor: float = 1.0
-    ready_s: float = 0.0
-    dropped: bool = False
-    last_trouble: str = ""
-    holdings: bytes | None = None
-    """Bit map of what the peer has, from its last miss. None: it has lacked nothing yet and may have all."""
-    probe_s: float = 0.0
-    """When a chunk that is not in `holdings` may be asked for, to get a newer map or the chunk."""
-    fruitless_probes: int = 0
+    gives_at_s: float = -math.inf
+    """When it may be asked for chunks of its choice again, having had none for us."""
 
-    def may_have(self, index: int) -> bool:
-        return self.holdings is None or bool(self.holdings[index // 8] >> index % 8 & 1)
+    @property
+    def open(self) -> int:
+        return len(self.asked) + len(self.any_asked)
+
+    def waiting(self, now_s: float) -> float:
+        """How many chunks are expected to wait at it now."""
+        if self.service_s is None:
+            return float(self.load)
+        return max(0.0, self.load - (now_s - self.load_s) / max(self.service_s, 1e-3))
+
+    def window(self, now_s: float) -> int:
+        """How many requests may be open with it."""
+        if self.failures:
+            return 1
+        least = 1 if self.waiting(now_s) >= BUSY_LOAD else 2
+        if self.interval_s is None:
+            return least
+        return min(MAX_WINDOW, least + int(self.round_trip_s / max(self.interval_s, 1e-3)))
 
 
-@dataclass
-class _Work:
-    """A chunk being asked for, of one peer or, in a race, of two."""
+@dataclass(frozen=True)
+class Request:
+    """Ask `peer` for chunk `index` (or ANY); `spare`: to be served only when it has nothing else to do."""
 
-    first_began_s: float
-    peers: list[PeerId] = field(default_factory=list)
+    peer: PeerId
+    index: int
+    spare: bool = False
+
+
+@dataclass(frozen=True)
+class Withdrawal:
+    """Tell `peer` that chunk `index` (or ANY) is no longer wanted from it."""
+
+    peer: PeerId
+    index: int
+
+
+Step = Request | Withdrawal
 
 
 class ChunkPlan:
-    """Missing chunks, chunks in flight, and what is known of each peer.
+    """Missing chunks, open requests, and what is known of each peer.
 
-    Invariants: an index not arrived is either pending or in flight; `in_flight_bytes` is the sum over all
-    requests under way; a dropped peer is never chosen again.
+    Invariants: `in_flight_bytes` is the sum over all open requests; a chunk is asked of two peers at most
+    and then comes from the one that begins first; what has arrived is never asked for.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
         already: AbstractSet[int],
-        reputation: Reputation,
         rng: random.Random,
         *,
-        per_peer_in_flight: int,
         max_in_flight_bytes: int,
     ) -> None:
-        self.peers: dict[PeerId, PeerState] = {}
-        self.arrived = set(already)
+        count = len(sizes)
+        self.neighbours: dict[PeerId, Neighbour] = {}
+        self.missing = np.ones(count, dtype=np.bool_)
+        self.missing[list(already)] = False
+        self.in_flight_bytes = 0
+        self.keeping_bytes = 0
+        """Arrived and not yet written away."""
         self._sizes = sizes
-        self._reputation = reputation
         self._rng = rng
-        self._per_peer_in_flight = per_peer_in_flight
         self._max_in_flight_bytes = max_in_flight_bytes
-        self._pending = [index for index in range(len(sizes)) if index not in already]
-        self._work: dict[int, _Work] = {}
-        self._in_flight_bytes = 0
-        self._usual_s: float | None = None
+        self._askers: dict[int, list[Neighbour]] = {}
+        """For each chunk asked for by index, or begun: of whom."""
+        self._free = self.missing.copy()
+        """Missing and asked of nobody."""
+        self._copies = np.zeros(count, dtype=np.int32)
+        """How many neighbours have each chunk."""
+        self._any_bytes = max(sizes, default=0)
+        self._stirred: set[Neighbour] = set()
+        """Who may have become worth asking since `steps` looked."""
+        self._was_full = False
+        self._relief_s = -math.inf
 
-    def begin(self, peers: Iterable[PeerId], now_s: float) -> list[tuple[PeerId, int]]:
-        """(peer, chunk) requests to start now, noted as begun. `peers` can be asked at this moment.
+    # What happens.
 
-        Peers are drawn by trust, success and rate, as long as they and the transfer have places free.
-        """
-        ready: list[PeerId] = []
-        for peer in sorted(set(peers)):
-            state = self.peers.setdefault(peer, PeerState())
-            if not state.dropped and state.ready_s <= now_s and state.in_flight < self._places(peer, state):
-                ready.append(peer)
-        weights = self._reputation.weights(ready, now_s)
-        begun: list[tuple[PeerId, int]] = []
-        while ready:
-            position = self._rng.choices(range(len(ready)), weights)[0] if sum(weights) > 0 else 0
-            peer = ready[position]
-            state = self.peers[peer]
-            index = self._choose(peer, state, now_s)
-            if index is not None:
-                size = self._sizes[index]
-                if self._in_flight_bytes and self._in_flight_bytes + size > self._max_in_flight_bytes:
-                    break
-                self._note_begun(peer, state, index, now_s)
-                begun.append((peer, index))
-            if index is None or state.in_flight >= self._places(peer, state):
-                del ready[position], weights[position]
-        return begun
+    def join(self, peer: PeerId, round_trip_s: float = 0.0) -> None:
+        """A session with `peer` is open; nothing is known of what it has."""
+        self.neighbours[peer] = Neighbour(peer, round_trip_s)
 
-    def arrive(self, peer: PeerId, index: int, seconds: float, now_s: float) -> bool:
-        """A verified chunk came from `peer`; False if another peer had brought it before."""
-        state = self.peers[peer]
-        state.failures = state.misses = state.fruitless_probes = 0
-        state.timeout_factor = 1.0
-        state.probe_s = now_s
-        self._usual_s = seconds if self._usual_s is None else 0.8 * self._usual_s + 0.2 * seconds
-        if index in self.arrived:
+    def leave(self, peer: PeerId) -> None:
+        """The session is over; what was asked of the peer is free again."""
+        neighbour = self.neighbours.pop(peer)
+        self._forget_requests(neighbour)
+        self._stirred.discard(neighbour)
+        if neighbour.held is not None:
+            self._copies -= neighbour.held
+
+    def heard_holdings(self, peer: PeerId, held: Mask, giving: bool) -> None:
+        """The peer says what it has, and whether it chooses what to bring."""
+        neighbour = self.neighbours[peer]
+        if neighbour.held is not None:
+            self._copies -= neighbour.held
+        neighbour.held = held
+        self._copies += held
+        neighbour.giving = giving
+        self._stirred.add(neighbour)
+        for index in [index for index in neighbour.asked if not held[index]]:
+            self._close(neighbour, index)
+
+    def heard_have(self, peer: PeerId, indices: Iterable[int]) -> None:
+        """The peer has got these."""
+        neighbour = self.neighbours[peer]
+        if neighbour.held is None:
+            neighbour.held = np.zeros(len(self._sizes), dtype=np.bool_)
+        for index in indices:
+            if not neighbour.held[index]:
+                neighbour.held[index] = True
+                self._copies[index] += 1
+                if self._free[index]:
+                    self._stirred.add(neighbour)
+
+    def heard_load(self, peer: PeerId, load: int, now_s: float) -> None:
+        """The peer says how many chunks wait at it."""
+        neighbour = self.neighbours[peer]
+        neighbour.load, neighbour.load_s = load, now_s
+
+    def lack(self, peer: PeerId, indices: Iterable[int], now_s: float) -> None:
+        """The peer will not bring these after all."""
+        neighbour = self.neighbours[peer]
+        for index in indices:
+            if index == ANY:
+                if neighbour.any_asked:
+                    neighbour.any_asked.pop()
+                    self.in_flight_bytes -= self._any_bytes
+                    self._stirred.add(neighbour)
+                neighbour.gives_at_s = now_s + ASK_AGAIN_S
+                continue
+            if neighbour.held is not None and neighbour.held[index]:
+                neighbour.held[index] = False
+                self._copies[index] -= 1
+            if index in neighbour.asked:
+                self._close(neighbour, index)
+        neighbour.heard_s = now_s
+
+    def begun(self, peer: PeerId, index: int, now_s: float) -> list[Withdrawal] | None:
+        """The first piece of a chunk comes. Who need not bring it any more; None if it was not asked for."""
+        neighbour = self.neighbours[peer]
+        asked = neighbour.asked.get(index)
+        withdrawals: list[Withdrawal] = []
+        if asked is None:
+            if not neighbour.any_asked:
+                return None
+            asked = Asked(neighbour.any_asked.pop(0))
+            self.in_flight_bytes -= self._any_bytes
+            self._open(neighbour, index, asked)
+        for other in list(self._askers[index]):
+            if other is not neighbour and other.asked[index].first_piece_s is None:
+                withdrawals.append(self._withdraw(other, index))
+        if not self.missing[index]:
+            withdrawals.append(self._withdraw(neighbour, index))
+        asked.first_piece_s, asked.received_bytes = now_s, 0
+        return withdrawals
+
+    def received(self, peer: PeerId, index: int, size_bytes: int, now_s: float) -> None:
+        """A piece of a chunk came."""
+        neighbour = self.neighbours[peer]
+        neighbour.heard_s = now_s
+        asked = neighbour.asked.get(index)
+        if asked is not None:
+            if asked.received_bytes == 0:
+                asked.first_piece_bytes = size_bytes
+            asked.received_bytes += size_bytes
+
+    def arrived(self, peer: PeerId, index: int, now_s: float) -> list[Withdrawal]:
+        """All of a chunk came and it is the right one. Others need not bring it any more."""
+        neighbour = self.neighbours[peer]
+        asked = neighbour.asked[index]
+        took_s = now_s - asked.asked_s
+        neighbour.latency_s = _average(neighbour.latency_s, took_s)
+        self._learn_service(neighbour, asked, index, now_s)
+        neighbour.interval_s = _average(
+            neighbour.interval_s, now_s - max(neighbour.finished_s, asked.asked_s)
+        )
+        neighbour.finished_s = now_s
+        neighbour.failures = 0
+        self.missing[index] = self._free[index] = False
+        self.keeping_bytes += self._sizes[index]
+        others = [other for other in self._askers[index] if other is not neighbour]
+        self._close(neighbour, index)
+        return [self._withdraw(other, index) for other in others]
+
+    def kept(self, index: int) -> None:
+        """A chunk that arrived takes no memory any more."""
+        self.keeping_bytes -= self._sizes[index]
+
+    def _learn_service(self, neighbour: Neighbour, asked: Asked, index: int, now_s: float) -> None:
+        """Measure how long the peer needs to send a chunk: from its first piece on, it too in proportion."""
+        assert asked.first_piece_s is not None
+        size = self._sizes[index]
+        after_first = size - asked.first_piece_bytes
+        if after_first > 0:
+            took_s = (now_s - asked.first_piece_s) * size / after_first
+            neighbour.service_s = _average(neighbour.service_s, took_s)
+            return
+        # In one piece: that includes the wait for chunks that went to others, so only the best tells much.
+        took_s = now_s - max(neighbour.finished_s, asked.asked_s)
+        weight = 1.0 if neighbour.service_s is None or took_s < neighbour.service_s else 0.02
+        neighbour.service_s = _average(neighbour.service_s, took_s, weight)
+
+    def spoiled(self, peer: PeerId, index: int) -> None:
+        """All of a chunk came and it is a wrong one."""
+        self._close(self.neighbours[peer], index)
+
+    # What to do.
+
+    def steps(self, now_s: float) -> list[Step]:
+        """Requests and withdrawals to send now, in order; noted as sent."""
+        done: list[Step] = []
+        relieving = now_s >= self._relief_s
+        if relieving:
+            self._relief_s = now_s + RELIEF_EVERY_S
+            self._time_out(now_s, done)
+        looked_at = self.neighbours.values() if relieving or self._was_full else self._stirred
+        places = [n for n in looked_at if self._has_place(n, now_s)]
+        self._stirred = set()
+        self._was_full = False
+        self._rng.shuffle(places)
+        places.sort(key=lambda n: self._expected_s(n, now_s))
+        idle: list[Neighbour] = []
+        while places:
+            still: list[Neighbour] = []
+            for neighbour in places:
+                if self._is_full():
+                    self._was_full = True
+                    return done
+                index = self._choose(neighbour, now_s)
+                if index is None:
+                    idle.append(neighbour)
+                    continue
+                done.append(self._request(neighbour, index, now_s))
+                if self._has_place(neighbour, now_s):
+                    still.append(neighbour)
+            places = still
+        if relieving and self._askers:
+            for neighbour in idle:
+                while self._has_place(neighbour, now_s) and not self._is_full():
+                    if not self._relieve(neighbour, now_s, done):
+                        break
+        return done
+
+    def next_look_s(self) -> float:
+        """When `steps` may give something without anything happening before."""
+        return self._relief_s if any(n.open for n in self.neighbours.values()) else math.inf
+
+    def _is_full(self) -> bool:
+        taken = self.in_flight_bytes + self.keeping_bytes
+        return taken > 0 and taken + self._any_bytes > self._max_in_flight_bytes
+
+    def _has_place(self, neighbour: Neighbour, now_s: float) -> bool:
+        return (
+            neighbour.held is not None
+            and neighbour.ready_s <= now_s
+            and neighbour.open < neighbour.window(now_s)
+        )
+
+    def _service(self, neighbour: Neighbour) -> float:
+        """How long it is expected to take to send a chunk."""
+        if neighbour.service_s is not None:
+            return neighbour.service_s
+        known = [n.service_s for n in self.neighbours.values() if n.service_s is not None]
+        return sum(known) / len(known) if known else 0.0
+
+    def _expected_s(self, neighbour: Neighbour, now_s: float) -> float:
+        """How long a chunk asked of this peer now is expected to take."""
+        return (neighbour.waiting(now_s) + 1) * self._service(neighbour) + neighbour.round_trip_s
+
+    def _choose(self, neighbour: Neighbour, now_s: float) -> int | None:
+        assert neighbour.held is not None
+        # As many of the free chunks as were asked for without saying which are on their way.
+        coming = sum(self._any_coming(n, now_s) for n in self.neighbours.values())
+        if coming and int(self._free.sum()) <= coming:
+            return None
+        if self._gives(neighbour):
+            return ANY if self._free.any() and neighbour.gives_at_s <= now_s else None
+        candidates = np.flatnonzero(self._free & neighbour.held)
+        if candidates.size == 0:
+            return None
+        copies = self._copies[candidates]
+        rarest = candidates[copies == copies.min()]
+        return int(rarest[self._rng.randrange(rarest.size)])
+
+    def _any_coming(self, neighbour: Neighbour, now_s: float) -> int:
+        """How many chunks of its choice the peer may still be expected to bring."""
+        patience_s = 2.0 * (neighbour.latency_s or 0.0) + 1.0
+        return sum(1 for asked_s in neighbour.any_asked if now_s - asked_s <= patience_s)
+
+    def _gives(self, giver: Neighbour) -> bool:
+        """Whether the peer chooses what to bring. If all have everything, that is of no use to anybody."""
+        if not giver.giving:
             return False
-        self.arrived.add(index)
+        others = [n.held for n in self.neighbours.values() if n is not giver and n.held is not None]
+        return not others or not all(held.all() for held in others)
+
+    def _request(self, neighbour: Neighbour, index: int, now_s: float, spare: bool = False) -> Request:
+        if neighbour.open == 0:
+            neighbour.heard_s = now_s
+        if index == ANY:
+            neighbour.any_asked.append(now_s)
+            self.in_flight_bytes += self._any_bytes
+        else:
+            self._open(neighbour, index, Asked(now_s, max(neighbour.waiting(now_s), neighbour.open), spare))
+        return Request(neighbour.peer, index, spare)
+
+    def _relieve(self, idle: Neighbour, now_s: float, done: list[Step]) -> bool:
+        """Let a peer with a place help with the chunk that is expected to take longest where it was asked."""
+        assert idle.held is not None
+        if self._gives(idle):
+            return False
+        here_s = GAIN * self._expected_s(idle, now_s) + LEAST_GAIN_S
+        spare_s = GAIN * (self._service(idle) + idle.round_trip_s) + LEAST_GAIN_S
+        best: tuple[float, int, Neighbour] | None = None
+        for index, askers in self._askers.items():
+            if len(askers) == 1 and idle.held[index] and askers[0] is not idle:
+                there_s = self._remaining_s(askers[0], index, now_s)
+                if there_s > spare_s and (best is None or there_s > best[0]):
+                    best = (there_s, index, askers[0])
+        if best is None:
+            return False
+        there_s, index, other = best
+        moves = there_s > here_s and other.asked[index].first_piece_s is None
+        if moves:
+            done.append(self._withdraw(other, index))
+        done.append(self._request(idle, index, now_s, spare=not moves))
         return True
 
-    def miss(self, peer: PeerId, index: int, holdings: bytes, now_s: float) -> None:
-        """`peer` lacks the chunk and sent a map of what it has. A map that makes no sense counts as empty."""
-        state = self.peers[peer]
-        state.last_trouble = "lacks what is missing here"
-        claimed = state.holdings is not None and state.may_have(index)
-        size = -(-len(self._sizes) // 8)
-        state.holdings = holdings if len(holdings) == size else bytes(size)
-        if state.may_have(index):
-            state.holdings = bytes(size)
-        state.misses = state.misses + 1 if claimed else 0
-        if state.misses >= MISSES_BEFORE_PAUSE:
-            state.ready_s = now_s + MAX_PROBE_AFTER_S * self._rng.uniform(0.5, 1.0)
+    def _remaining_s(self, neighbour: Neighbour, index: int, now_s: float) -> float:
+        """How long a chunk that was asked of this peer is expected to take still."""
+        asked = neighbour.asked[index]
+        if asked.first_piece_s is not None and asked.received_bytes:
+            elapsed_s = now_s - asked.first_piece_s
+            left = self._sizes[index] - asked.received_bytes
+            return max(left * elapsed_s / asked.received_bytes, now_s - neighbour.heard_s)
+        service_s, elapsed_s = self._service(neighbour), now_s - asked.asked_s
+        usual_s = (asked.ahead + 1) * service_s + neighbour.round_trip_s
+        if elapsed_s > usual_s:
+            # Later than what waited there explains: it may take as long again as it is late.
+            return elapsed_s - usual_s
+        return min(usual_s - elapsed_s, (neighbour.waiting(now_s) + 1) * service_s)
 
-    def fail(self, peer: PeerId, trouble: str, now_s: float, *, timed_out: bool = False) -> None:
-        """A request failed: the peer rests for a while, longer each time in a row."""
-        state = self.peers[peer]
-        state.last_trouble = trouble
-        state.failures += 1
-        if timed_out:
-            state.timeout_factor = min(MAX_TIMEOUT_FACTOR, 2.0 * state.timeout_factor)
-        delay_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(state.failures - 1, 20))
-        state.ready_s = now_s + delay_s * self._rng.uniform(0.5, 1.0)
+    # Time-outs.
 
-    def drop(self, peer: PeerId, trouble: str) -> None:
-        """Never ask this peer again in this transfer."""
-        state = self.peers[peer]
-        state.dropped, state.last_trouble = True, trouble
+    def _timeout_s(self, neighbour: Neighbour) -> float:
+        usual = [n.latency_s for n in self.neighbours.values() if n.latency_s is not None]
+        if not usual:
+            return FIRST_TIMEOUT_S
+        own_s = neighbour.latency_s if neighbour.latency_s is not None else max(usual)
+        return max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * own_s)
 
-    def end(self, peer: PeerId, index: int) -> None:
-        """The request is over, and with it the memory that its chunk took; call once per request begun."""
-        self.peers[peer].in_flight -= 1
-        self._in_flight_bytes -= self._sizes[index]
-        work = self._work[index]
-        work.peers.remove(peer)
-        if not work.peers:
-            del self._work[index]
-            if index not in self.arrived:
-                self._pending.append(index)
+    def _time_out(self, now_s: float, done: list[Step]) -> None:
+        for neighbour in self.neighbours.values():
+            if neighbour.open == 0 or now_s < neighbour.heard_s + self._timeout_s(neighbour):
+                continue
+            for index in list(neighbour.asked):
+                done.append(self._withdraw(neighbour, index))
+            for _ in neighbour.any_asked:
+                done.append(Withdrawal(neighbour.peer, ANY))
+                self.in_flight_bytes -= self._any_bytes
+            neighbour.any_asked.clear()
+            self.failed(neighbour.peer, now_s)
 
-    def next_look_s(self, now_s: float) -> float:
-        """When a peer's pause ends that may change what `begin` gives; infinity if there is none."""
-        times = (time_s for state in self.peers.values() for time_s in (state.ready_s, state.probe_s))
-        return min((time_s for time_s in times if time_s > now_s), default=float("inf"))
+    def failed(self, peer: PeerId, now_s: float) -> None:
+        """The peer rests for a while, longer each time in a row, and then gets one request at a time."""
+        neighbour = self.neighbours[peer]
+        delay_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(neighbour.failures, 20))
+        neighbour.failures += 1
+        neighbour.ready_s = now_s + delay_s * self._rng.uniform(0.75, 1.25)
 
-    def _places(self, peer: PeerId, state: PeerState) -> int:
-        rate = self._reputation.rate_bytes_per_s(peer)
-        slow = rate is not None and self._sizes[0] > rate * SLOW_CHUNK_S
-        return 1 if slow or state.timeout_factor > 1.0 else self._per_peer_in_flight
+    # Book-keeping.
 
-    def _note_begun(self, peer: PeerId, state: PeerState, index: int, now_s: float) -> None:
-        if index in self._work:
-            self._work[index].peers.append(peer)
-        else:
-            self._pending.remove(index)
-            self._work[index] = _Work(now_s, [peer])
-        state.in_flight += 1
-        self._in_flight_bytes += self._sizes[index]
+    def _open(self, neighbour: Neighbour, index: int, asked: Asked) -> None:
+        neighbour.asked[index] = asked
+        self._askers.setdefault(index, []).append(neighbour)
+        self._free[index] = False
+        self.in_flight_bytes += self._sizes[index]
 
-    def _choose(self, peer: PeerId, state: PeerState, now_s: float) -> int | None:
-        """The chunk to ask `peer` for next, if any: rare ones first, so that soon all can serve some."""
-        count = len(self._pending)
-        if count == 0:
-            return self._race(peer, state, now_s)
-        start = self._rng.randrange(count)
-        sample: list[int] = []
-        for step in range(min(count, _SCAN)):
-            index = self._pending[(start + step) % count]
-            if state.may_have(index):
-                sample.append(index)
-                if len(sample) == _SAMPLE:
-                    break
-        if sample:
-            maps = [other.holdings for other in self.peers.values() if other.holdings and not other.dropped]
-            return min(sample, key=lambda index: sum(bits[index // 8] >> index % 8 & 1 for bits in maps))
-        if now_s < state.probe_s or state.in_flight:
-            return None
-        delay_s = min(MAX_PROBE_AFTER_S, PROBE_AFTER_S * 1.5 ** min(state.fruitless_probes, 10))
-        state.probe_s = now_s + delay_s * self._rng.uniform(0.8, 1.2)
-        state.fruitless_probes += 1
-        return self._pending[start]
+    def _close(self, neighbour: Neighbour, index: int) -> None:
+        del neighbour.asked[index]
+        self._stirred.add(neighbour)
+        askers = self._askers[index]
+        askers.remove(neighbour)
+        self.in_flight_bytes -= self._sizes[index]
+        if not askers:
+            del self._askers[index]
+            if self.missing[index]:
+                # Anybody who has it may be asked now.
+                self._free[index] = True
+                self._stirred.update(self.neighbours.values())
 
-    def _race(self, peer: PeerId, state: PeerState, now_s: float) -> int | None:
-        """A chunk that one other peer is taking suspiciously long for."""
-        race_after_s = max(RACE_AFTER_S, RACE_FACTOR * (self._usual_s or 0.0))
-        for index, work in self._work.items():
-            if (
-                len(work.peers) == 1
-                and index not in self.arrived
-                and peer not in work.peers
-                and now_s - work.first_began_s >= race_after_s
-                and state.may_have(index)
-            ):
-                return index
-        return None
+    def _withdraw(self, neighbour: Neighbour, index: int) -> Withdrawal:
+        self._close(neighbour, index)
+        return Withdrawal(neighbour.peer, index)
+
+    def _forget_requests(self, neighbour: Neighbour) -> None:
+        for index in list(neighbour.asked):
+            self._close(neighbour, index)
+        self.in_flight_bytes -= self._any_bytes * len(neighbour.any_asked)
+        neighbour.any_asked.clear()
+
+
+def _average(old: float | None, new: float, weight: float = _WEIGHT) -> float:
+    return new if old is None else old + weight * (new - old)

@@ -13,48 +13,31 @@ from pathlib import Path
 
 import trio
 
-from peers.chunk_serving import bit_map
-from protocol.chunks import chunk_ranges
-
-
-class _Layout:
-    """Where each chunk of a file lies."""
-
-    def __init__(self, size_bytes: int, chunk_size: int, chunks: Sequence[bytes]) -> None:
-        self.size_bytes = size_bytes
-        self.ranges = list(chunk_ranges(size_bytes, chunk_size))
-        if len(self.ranges) != len(chunks):
-            raise ValueError(
-                f"{len(chunks)} chunk hashes for {len(self.ranges)} chunks of {chunk_size} bytes"
-            )
-        self.chunks = list(chunks)
-        self.indices: dict[bytes, list[int]] = {}
-        for index, name in enumerate(chunks):
-            self.indices.setdefault(name, []).append(index)
-
-    def length(self, index: int) -> int:
-        start, end = self.ranges[index]
-        return end - start
+from peers.chunk_layout import FileLayout
+from peers.signal import Signal
 
 
 class StoredFile:
-    """A complete file as a `ChunkStore`. Opened anew for every read: the file may be deleted at any time."""
+    """A complete file as a `ChunkFile`. Opened anew for every read: the file may be deleted at any time."""
 
     def __init__(self, path: Path, size_bytes: int, chunk_size: int, chunks: Sequence[bytes]) -> None:
         self.path = path
-        self._layout = _Layout(size_bytes, chunk_size, chunks)
+        self.layout = FileLayout(size_bytes, chunk_size, chunks)
 
-    def has(self, chunk: bytes) -> bool:
-        return chunk in self._layout.indices
+    @property
+    def arrived(self) -> Sequence[int]:
+        return range(self.layout.count)
 
-    async def read(self, chunk: bytes, offset: int) -> bytes:
-        """The chunk from `offset` on. Raises `KeyError`, `OSError`."""
-        start, end = self._layout.ranges[self._layout.indices[chunk][0]]
-        return await trio.to_thread.run_sync(self._read, start + offset, end)
+    def has(self, index: int) -> bool:
+        return 0 <= index < self.layout.count
 
-    def holdings(self, chunk: bytes) -> bytes | None:
-        count = len(self._layout.chunks)
-        return bit_map(count, range(count)) if chunk in self._layout.indices else None
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+        """At most `size_bytes` of a chunk. Raises `KeyError`, `OSError`."""
+        start, end = _span(self.layout, index, offset, size_bytes)
+        return await trio.to_thread.run_sync(self._read, start, end)
+
+    def watch(self, changed: Signal | None) -> None:
+        """Nothing comes any more."""
 
     def _read(self, start: int, end: int) -> bytes:
         with self.path.open("rb") as file:
@@ -62,59 +45,72 @@ class StoredFile:
 
 
 class FileAssembly:
-    """A file that arrives chunk by chunk, and a `ChunkStore` of what is here. Made by `open_assembly`."""
+    """A file that arrives chunk by chunk, and a `ChunkFile` of what is here. Made by `open_assembly`."""
 
-    def __init__(self, path: Path, descriptor: int, layout: _Layout, verified: set[int], named: bool) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, layout: FileLayout, verified: set[int], named: bool
+    ) -> None:
         self.path = path
         self.part_path = part_path(path)
+        self.layout = layout
         self.verified = verified
         """Indices of the chunks that are on disk and have been hashed. Read only."""
+        self.arrived = sorted(verified)
+        """The same in the order in which they came."""
         self._descriptor = descriptor
-        self._layout = layout
         self._named = named
         self._open = True
         self._users = 0
+        self._changed: Signal | None = None
 
     @property
     def wanted(self) -> list[tuple[bytes, int]]:
-        """(hash, size in bytes) of every chunk: what `fetch_chunks` takes."""
-        return [(name, self._layout.length(index)) for index, name in enumerate(self._layout.chunks)]
+        """(hash, size in bytes) of every chunk."""
+        return [(name, self.layout.length(index)) for index, name in enumerate(self.layout.chunks)]
 
     @property
     def complete(self) -> bool:
         """Whether every chunk is verified."""
-        return len(self.verified) == len(self._layout.chunks)
+        return len(self.verified) == self.layout.count
 
-    def has(self, chunk: bytes) -> bool:
-        return self._index(chunk) is not None
+    def has(self, index: int) -> bool:
+        return self._open and index in self.verified
 
-    async def read(self, chunk: bytes, offset: int) -> bytes:
-        """A verified chunk from `offset` on. Raises `KeyError`, `OSError`."""
-        index = self._index(chunk)
-        if index is None:
-            raise KeyError(chunk)
-        start, end = self._layout.ranges[index]
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+        """At most `size_bytes` of a verified chunk. Raises `KeyError`, `OSError`."""
+        if not self.has(index):
+            raise KeyError(index)
+        start, end = _span(self.layout, index, offset, size_bytes)
         with self._using():
-            return await trio.to_thread.run_sync(_pread, self._descriptor, start + offset, end)
+            return await trio.to_thread.run_sync(_pread, self._descriptor, start, end)
 
-    def holdings(self, chunk: bytes) -> bytes | None:
-        if chunk not in self._layout.indices:
-            return None
-        return bit_map(len(self._layout.chunks), self.verified if self._open else ())
+    def watch(self, changed: Signal | None) -> None:
+        self._changed = changed
 
-    async def write(self, index: int, data: bytes) -> None:
+    async def write(self, index: int, data: bytes | bytearray) -> None:
         """Put a chunk in its place. Raises `ValueError` if it is another, `OSError` if it cannot be kept."""
-        if len(data) != self._layout.length(index):
-            raise ValueError(f"chunk {index} has {self._layout.length(index)} bytes, not {len(data)}")
+        if len(data) != self.layout.length(index):
+            raise ValueError(f"chunk {index} has {self.layout.length(index)} bytes, not {len(data)}")
+        digest = await trio.to_thread.run_sync(lambda: hashlib.sha256(data).digest())
+        if digest != self.layout.chunks[index]:
+            raise ValueError(f"chunk {index} has another hash")
+        await self.keep(index, data)
+
+    async def keep(self, index: int, data: bytes | bytearray) -> None:
+        """`write` for a chunk whose hash has been checked already."""
         with self._using():
             await trio.to_thread.run_sync(self._write, index, data)
-        self.verified.add(index)
+        if index not in self.verified:
+            self.verified.add(index)
+            self.arrived.append(index)
+        if self._changed is not None:
+            self._changed.set()
 
     async def finish(self) -> Path:
         """Flush, give the file its name, and return that. Raises `ValueError` if chunks are missing."""
         if not self.complete:
-            missing = len(self._layout.chunks) - len(self.verified)
-            raise ValueError(f"{self.part_path} lacks {missing} of {len(self._layout.chunks)} chunks")
+            missing = self.layout.count - len(self.verified)
+            raise ValueError(f"{self.part_path} lacks {missing} of {self.layout.count} chunks")
         if not self._named:
             with self._using():
                 await trio.to_thread.run_sync(self._finish)
@@ -141,16 +137,8 @@ class FileAssembly:
             if self._users == 0 and not self._open:
                 os.close(self._descriptor)
 
-    def _index(self, chunk: bytes) -> int | None:
-        if not self._open:
-            return None
-        indices = self._layout.indices.get(chunk, [])
-        return next((index for index in indices if index in self.verified), None)
-
-    def _write(self, index: int, data: bytes) -> None:
-        if hashlib.sha256(data).digest() != self._layout.chunks[index]:
-            raise ValueError(f"chunk {index} has another hash")
-        position = self._layout.ranges[index][0]
+    def _write(self, index: int, data: bytes | bytearray) -> None:
+        position = self.layout.start(index)
         view = memoryview(data)
         while view:
             written = os.pwrite(self._descriptor, view, position)
@@ -177,7 +165,7 @@ async def open_assembly(
     What the part file (or a file of that name) holds is hashed and kept as far as it is right. Raises
     `OSError` when the disk has no room for the file.
     """
-    layout = _Layout(size_bytes, chunk_size, chunks)
+    layout = FileLayout(size_bytes, chunk_size, chunks)
     descriptor, verified, named = await trio.to_thread.run_sync(_prepare, path, layout)
     assembly = FileAssembly(path, descriptor, layout, verified, named)
     try:
@@ -186,7 +174,7 @@ async def open_assembly(
         assembly.close()
 
 
-def _prepare(path: Path, layout: _Layout) -> tuple[int, set[int], bool]:
+def _prepare(path: Path, layout: FileLayout) -> tuple[int, set[int], bool]:
     part = part_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -222,13 +210,21 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
             raise
 
 
-def _verified(descriptor: int, layout: _Layout) -> set[int]:
+def _verified(descriptor: int, layout: FileLayout) -> set[int]:
     size = os.fstat(descriptor).st_size
-    return {
-        index
-        for index, (start, end) in enumerate(layout.ranges)
-        if end <= size and hashlib.sha256(_pread(descriptor, start, end)).digest() == layout.chunks[index]
-    }
+    found: set[int] = set()
+    for index, digest in enumerate(layout.chunks):
+        start = layout.start(index)
+        end = start + layout.length(index)
+        if end <= size and hashlib.sha256(_pread(descriptor, start, end)).digest() == digest:
+            found.add(index)
+    return found
+
+
+def _span(layout: FileLayout, index: int, offset: int, size_bytes: int) -> tuple[int, int]:
+    """Where in the file the asked part of a chunk lies."""
+    start = layout.start(index) + offset
+    return start, min(start + size_bytes, layout.start(index) + layout.length(index))
 
 
 def _pread(descriptor: int, start: int, end: int) -> bytes:

@@ -344,11 +344,11 @@ class ManifestRequest(Message):
     version: Version | None = None
 
 
-class ChunkRequest(Message):
-    """Ask for a chunk by hash, from `offset` on. The reply is raw bytes: the hash is the proof."""
+class ChunkSession(Message):
+    """Open a chunk session about the file of this name (`protocol.chunks.state_hash`). What follows on the
+    session is not signed: each chunk's hash is its proof."""
 
-    chunk: Digest
-    offset: Annotated[int, Field(ge=0, lt=limits.MAX_CHUNK_BYTES)] = 0
+    file: Digest
 
 
 class SignedReply(Message):
@@ -384,6 +384,6 @@ KINDS: dict[str, type[Message]] = {
     "manifest": Manifest,
     "manifest_announcement": ManifestAnnouncement,
     "manifest_request": ManifestRequest,
-    "chunk_request": ChunkRequest,
+    "chunk_session": ChunkSession,
     "refusal": Refusal,
 }

@@ -165,7 +165,7 @@ def example_messages() -> dict[str, Message]:
             policy=LEARNER.key, version=8, manifest=b"\x33" * 32
         ),
         "manifest_request": messages.ManifestRequest(policy=LEARNER.key, version=None),
-        "chunk_request": messages.ChunkRequest(chunk=manifest.chunks[0], offset=512),
+        "chunk_session": messages.ChunkSession(file=manifest.state_hash),
         "refusal": messages.Refusal(reason="wrong_kind", detail="a hello is not expected here"),
     }
 

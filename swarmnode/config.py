@@ -29,6 +29,11 @@ class NetworkConfig(Section):
     """Addresses told to others instead of the listening ones (a container's DNS name, a port-mapped host)."""
     seeds: list[str] = []
     """Addresses dialed at start, beside those of the invite. Losing all of them stops nothing."""
+    max_upload_mbps: Annotated[float, Field(gt=0)] | None = None
+    """Megabits per second for weights and model files going out, over all peers together; None: what the line
+    carries. Messages are never held back."""
+    max_download_mbps: Annotated[float, Field(gt=0)] | None = None
+    """The same for what comes in."""
     presence_s: Annotated[float, Field(gt=0, le=60)] = 2.0
     """Seconds between presence messages in a small swarm; the interval grows with the number of nodes."""
     gone_after_s: Annotated[float, Field(gt=0, le=3600)] = 10.0

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from peers.base import PeerId
 from peers.chunk_exchange import TransferProgress, fetch_chunks
-from peers.chunk_serving import ChunkShelf
-from peers.file_assembly import open_assembly
+from peers.chunk_shelf import ChunkShelf
+from peers.file_assembly import StoredFile, open_assembly
 from peers.swarm import Swarm
 
 
@@ -31,12 +31,15 @@ async def download_file(
             try:
                 await fetch_chunks(
                     swarm,
-                    assembly.wanted,
+                    assembly.layout,
                     providers,
-                    assembly.write,
+                    assembly.keep,
                     already=set(assembly.verified),
                     progress=progress,
                 )
+                await assembly.finish()
+                # Others are fetching from here: serve on without a gap until the caller serves the file.
+                shelf.add(StoredFile(path, size_bytes, chunk_size, chunks), provisional=True)
             finally:
                 shelf.remove(assembly)
         await assembly.finish()

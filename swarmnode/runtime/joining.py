@@ -9,7 +9,7 @@ import trio
 
 from peers.base import PeerId, TransportError
 from peers.chunk_exchange import TransferFailed, TransferProgress
-from peers.chunk_serving import ChunkShelf
+from peers.chunk_shelf import ChunkShelf
 from peers.discovery import Discovery
 from peers.swarm import Swarm
 from protocol.base import Message

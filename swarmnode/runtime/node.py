@@ -144,6 +144,8 @@ class Node:
             listen=list(network.listen),
             announce=list(network.announce),
             private_network_key=self.network_key,
+            max_upload_bytes_per_s=_bytes_per_s(network.max_upload_mbps),
+            max_download_bytes_per_s=_bytes_per_s(network.max_download_mbps),
         )
         self.transport = transport
         self.versions = VersionStore(self.directory.policies_path, run_id)
@@ -382,3 +384,7 @@ class Node:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
         for noisy in ("libp2p", "aiohttp", "multiaddr"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def _bytes_per_s(mbps: float | None) -> float | None:
+    return None if mbps is None else mbps * 1e6 / 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import trio
 
-from peers.chunk_serving import ChunkShelf
+from peers.chunk_shelf import ChunkShelf
 from peers.file_assembly import StoredFile
 from protocol.chunks import chunk_hash, chunk_ranges
 from protocol.envelope import Envelope, open_envelope

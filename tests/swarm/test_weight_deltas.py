@@ -110,12 +110,12 @@ async def test_a_snapshot_in_progress_is_finished_and_a_delta_leads_on_from_it(
     source = scene.node(9, uplink_bytes_per_s=1_000)
     node.serving = [source, learner]
     source.hold(learner.publish(5))
-    learner.versions.shelf._stores.clear()
+    learner.versions.shelf._files.clear()
     async with running(learner, source, node):
         await connect(node, source, learner)
         await until(lambda: node.follower.transfer is not None and node.follower.transfer.done_bytes > 5_000)
         source.hold(learner.publish(6, parent=5))
-        learner.versions.shelf._stores.clear()
+        learner.versions.shelf._files.clear()
         scene.follower.heard_of(6)
         await until(lambda: node.loaded == [5, 6])
         assert node.patched == [6]
@@ -130,7 +130,7 @@ async def test_a_snapshot_that_has_hardly_begun_is_given_up_for_a_newer_one(
     source = scene.node(9, uplink_bytes_per_s=100)
     node.serving = [source, learner]
     source.hold(learner.publish(5))
-    learner.versions.shelf._stores.clear()
+    learner.versions.shelf._files.clear()
     async with running(learner, source, node):
         await connect(node, source, learner)
         await until(lambda: node.follower.transfer is not None)

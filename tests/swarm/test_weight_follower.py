@@ -152,7 +152,7 @@ async def test_a_damaged_manifest_costs_no_second_download(
         await until(lambda: node.loaded == [4])
     node.file(learner.key, 4).with_name("manifest.msgpack").write_bytes(b"torn")
     again, source = scene.node(2), scene.node(1)
-    source.versions.shelf._stores.clear()
+    source.versions.shelf._files.clear()
     again.serving = [source]
     again.follow(learner.key)
     async with running(again, source):

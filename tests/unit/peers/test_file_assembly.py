@@ -7,8 +7,9 @@ import random
 
 import pytest
 import trio
+import trio.testing
 
-from peers.chunk_serving import ChunkShelf, bit_map
+from peers.chunk_shelf import ChunkShelf
 from peers.file_assembly import StoredFile, open_assembly, part_path
 
 SIZE, CHUNK = 2_500, 1_000
@@ -30,7 +31,7 @@ async def test_a_file_gets_its_name_when_it_is_whole(tmp_path):
             await file.write(index, CHUNKS[index])
         assert file.complete and await file.finish() == path
         assert path.read_bytes() == CONTENT
-        assert await file.read(NAMES[1], 0) == CHUNKS[1], "and is served on under its name"
+        assert await file.read(1, 0, CHUNK) == CHUNKS[1], "and is served on under its name"
         assert await file.finish() == path, "twice does nothing"
     assert os.listdir(path.parent) == ["model"]
 
@@ -91,25 +92,25 @@ async def test_a_whole_file_needs_nothing_and_a_damaged_one_is_mended(tmp_path):
 
 async def test_it_serves_what_it_has_and_says_what_that_is(tmp_path):
     async with assembly(tmp_path / "model") as file:
-        assert file.holdings(NAMES[0]) == b"\x00"
-        assert file.holdings(b"x" * 32) is None
         await file.write(2, CHUNKS[2])
-        assert file.has(NAMES[2]) and not file.has(NAMES[0])
-        assert file.holdings(NAMES[0]) == b"\x04"
-        assert await file.read(NAMES[2], 450) == CHUNKS[2][450:]
+        await file.write(0, CHUNKS[0])
+        await file.write(2, CHUNKS[2])
+        assert file.arrived == [2, 0], "in the order in which they came, once each"
+        assert file.has(2) and not file.has(1)
+        assert await file.read(2, 450, 30) == CHUNKS[2][450:480]
+        assert await file.read(2, 450, 1_000) == CHUNKS[2][450:], "not beyond the chunk"
         with pytest.raises(KeyError):
-            await file.read(NAMES[0], 0)
-    assert not file.has(NAMES[2]), "closed"
+            await file.read(1, 0, 10)
+    assert not file.has(2), "closed"
     with pytest.raises(KeyError):
-        await file.read(NAMES[2], 0)
+        await file.read(2, 0, 10)
 
 
-async def test_equal_chunks_are_one_chunk_to_others(tmp_path):
+async def test_equal_chunks_have_places_of_their_own(tmp_path):
     twice = [NAMES[0], NAMES[0]]
     async with open_assembly(tmp_path / "twice", 2_000, CHUNK, twice) as file:
         await file.write(1, CHUNKS[0])
-        assert file.has(NAMES[0]) and not file.complete
-        assert await file.read(NAMES[0], 0) == CHUNKS[0]
+        assert file.has(1) and not file.has(0)
         await file.write(0, CHUNKS[0])
         await file.finish()
     assert (tmp_path / "twice").read_bytes() == 2 * CHUNKS[0]
@@ -133,7 +134,7 @@ async def test_closing_waits_for_reads_so_that_no_other_file_is_ever_read(tmp_pa
             monkeypatch.setattr(module, "_pread", slow)
 
             async def read():
-                got.append(await file.read(NAMES[0], 0))
+                got.append(await file.read(0, 0, CHUNK))
 
             nursery.start_soon(read)
             await entered.wait()
@@ -160,24 +161,54 @@ async def test_a_full_disk_is_an_error_before_the_download(tmp_path, monkeypatch
         assert not file.complete
 
 
-async def test_a_shelf_is_all_its_stores(tmp_path):
-    path = tmp_path / "model"
+async def test_a_shelf_serves_the_fullest_file_of_a_name(tmp_path):
+    path = tmp_path / "whole"
     path.write_bytes(CONTENT)
     shelf, whole = ChunkShelf(), StoredFile(path, SIZE, CHUNK, NAMES)
-    assert not shelf.has(NAMES[0]) and shelf.holdings(NAMES[0]) is None
-    shelf.add(whole)
-    shelf.add(whole)
-    assert shelf.has(NAMES[0]) and shelf.holdings(NAMES[2]) == b"\x07"
-    assert await shelf.read(NAMES[1], 990) == CHUNKS[1][990:]
-    path.unlink()
-    with pytest.raises(OSError):
-        await shelf.read(NAMES[1], 0)
-    shelf.remove(whole)
-    assert not shelf.has(NAMES[0])
-    with pytest.raises(KeyError):
-        await shelf.read(NAMES[0], 0)
+    name = whole.layout.name
+    assert shelf.get(name) is None
+    async with assembly(tmp_path / "part") as part:
+        shelf.add(part)
+        assert shelf.get(name) is part
+        shelf.add(whole)
+        shelf.add(whole)
+        assert shelf.get(name) is whole
+        shelf.remove(whole)
+        assert shelf.get(name) is part
+        shelf.remove(part)
+    assert shelf.get(name) is None
 
 
-def test_bit_maps_are_least_bit_first():
-    assert bit_map(10, [0, 3, 8]) == bytes([0b1001, 0b1])
-    assert bit_map(0, []) == b""
+async def test_a_provisional_file_stays_until_another_of_its_name_comes(tmp_path):
+    shelf = ChunkShelf()
+    first, second = (StoredFile(tmp_path / "x", SIZE, CHUNK, NAMES) for _ in range(2))
+    shelf.add(first, provisional=True)
+    assert shelf.get(first.layout.name) is first
+    shelf.add(second)
+    assert shelf.get(first.layout.name) is second
+    shelf.remove(second)
+    assert shelf.get(first.layout.name) is None
+
+
+async def test_a_shelf_tells_of_every_chunk_that_comes(tmp_path, autojump_clock):
+    shelf = ChunkShelf()
+    told = []
+
+    async def watch():
+        while True:
+            await shelf.changed.wait()
+            told.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        await trio.testing.wait_all_tasks_blocked()
+        async with assembly(tmp_path / "model") as file:
+            shelf.add(file)
+            await trio.testing.wait_all_tasks_blocked()
+            await file.write(0, CHUNKS[0])
+            await trio.testing.wait_all_tasks_blocked()
+            shelf.remove(file)
+            await file.write(1, CHUNKS[1])
+            await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert len(told) == 3

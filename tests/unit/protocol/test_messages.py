@@ -170,8 +170,8 @@ def test_size_is_checked_first(kind: str) -> None:
         ("manifest", {"probe": {"tokens": [1, -1], "logprobs": [-0.5]}}),
         ("manifest", {"probe": {"tokens": [1, 2**31], "logprobs": [-0.5]}}),
         ("manifest", {"probe": {"tokens": [1, 2], "logprobs": [-0.5, -0.5]}}),
-        ("chunk_request", {"offset": limits.MAX_CHUNK_BYTES}),
-        ("chunk_request", {"chunk": "x" * 32}),
+        ("chunk_session", {"file": "x" * 32}),
+        ("chunk_session", {"file": b"x" * 31}),
         ("refusal", {"reason": ""}),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from tests.unit.swarmnode.role_parts import LearnerParts
+from tests.unit.swarmnode.served_chunks import read_chunk, serves
 
 
 @pytest.fixture
@@ -54,8 +55,8 @@ async def test_a_delta_is_in_the_signed_manifest_and_served(parts: LearnerParts)
     assert delta.chunks == [b"\0" * 32, b"\1" * 32]
     assert stored.envelope.sender == parts.role.policy
     shelf = parts.role._versions.shelf
-    assert await shelf.read(b"\1" * 32, 0) == b"a!"
-    assert await shelf.read(publication["chunks"][0], 0) == b"weights 1"
+    assert await read_chunk(shelf, b"\1" * 32) == b"a!"
+    assert await read_chunk(shelf, publication["chunks"][0]) == b"weights 1"
 
 
 async def test_a_version_that_is_out_already_keeps_its_manifest(parts: LearnerParts) -> None:
@@ -72,8 +73,8 @@ async def test_a_version_published_again_with_another_delta_gets_a_new_manifest(
     await ready(parts, parts.publication(1))
     stored = parts.role._versions.get(parts.role.policy, 1)
     assert stored is not None and stored.manifest.delta is None and stored.delta_path is None
-    assert not parts.role._versions.shelf.has(b"\1" * 32)
-    assert parts.role._versions.shelf.has(stored.manifest.chunks[0])
+    assert not serves(parts.role._versions.shelf, b"\1" * 32)
+    assert serves(parts.role._versions.shelf, stored.manifest.chunks[0])
 
 
 async def test_the_highest_number_given_out_survives_a_restart_of_the_node(

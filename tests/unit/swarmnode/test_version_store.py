@@ -9,6 +9,7 @@ from protocol.envelope import Envelope, open_envelope, seal
 from protocol.messages import Delta, Manifest
 from swarmnode.runtime.version_store import VersionStore, version_directory
 from tests.unit.swarmnode.role_parts import LEARNER
+from tests.unit.swarmnode.served_chunks import read_chunk, serves
 
 RUN = bytes(32)
 CHUNK = 10
@@ -52,16 +53,16 @@ async def test_a_delta_is_held_before_its_snapshot(store: VersionStore, tmp_path
     manifest, envelope = signed(2, NEW, DELTA)
     store.add(manifest, envelope, None, write(tmp_path, 2, "delta.bin", DELTA))
     assert store.versions(LEARNER.key) == [2] and store.complete(LEARNER.key) == []
-    assert store.shelf.has(chunk_hashes(DELTA, CHUNK)[0]) and not store.shelf.has(manifest.chunks[0])
+    assert serves(store.shelf, chunk_hashes(DELTA, CHUNK)[0]) and not serves(store.shelf, manifest.chunks[0])
     whole = store.add(manifest, envelope, write(tmp_path, 2, "model.safetensors", NEW))
     assert whole.delta_path is not None and store.complete(LEARNER.key) == [whole]
-    assert await store.shelf.read(manifest.chunks[1], 0) == NEW[10:20]
+    assert await read_chunk(store.shelf, manifest.chunks[1]) == NEW[10:20]
     store.discard_weights(whole)
-    assert store.versions(LEARNER.key) == [2] and not store.shelf.has(manifest.chunks[0])
+    assert store.versions(LEARNER.key) == [2] and not serves(store.shelf, manifest.chunks[0])
     left = store.get(LEARNER.key, 2)
     assert left is not None
     store.discard_delta(left)
-    assert store.get(LEARNER.key, None) is None and not store.shelf.has(chunk_hashes(DELTA, CHUNK)[0])
+    assert store.get(LEARNER.key, None) is None and not serves(store.shelf, chunk_hashes(DELTA, CHUNK)[0])
 
 
 def test_a_version_added_under_another_manifest_is_served_by_that_one(
@@ -71,11 +72,11 @@ def test_a_version_added_under_another_manifest_is_served_by_that_one(
     delta = write(tmp_path, 2, "delta.bin", DELTA)
     store.add(*signed(2, NEW, DELTA), weights, delta)
     without = store.add(*signed(2, NEW), weights)
-    assert without.delta_path is None and not store.shelf.has(chunk_hashes(DELTA, CHUNK)[0])
+    assert without.delta_path is None and not serves(store.shelf, chunk_hashes(DELTA, CHUNK)[0])
     other = store.add(*signed(2, OLD), weights)
     assert other.weights_path == weights
-    assert store.shelf.has(chunk_hashes(OLD, CHUNK)[1])
-    assert not store.shelf.has(chunk_hashes(NEW, CHUNK)[1])
+    assert serves(store.shelf, chunk_hashes(OLD, CHUNK)[1])
+    assert not serves(store.shelf, chunk_hashes(NEW, CHUNK)[1])
 
 
 def test_a_start_finds_what_is_complete(store: VersionStore, tmp_path: Path) -> None:
