@@ -7,7 +7,15 @@ import typer
 from rich.console import Console
 
 from swarmnode import __version__
-from swarmnode.cli import demo, inspect_commands, keys, model_commands, plan_commands, run_commands
+from swarmnode.cli import (
+    demo,
+    inspect_commands,
+    keys,
+    model_commands,
+    plan_commands,
+    run_commands,
+    simulate_commands,
+)
 from swarmnode.cli.errors import UserError, as_user_error
 
 app = typer.Typer(
@@ -44,6 +52,7 @@ app.command("status")(inspect_commands.status)
 app.command("health")(inspect_commands.health)
 app.command("config")(inspect_commands.config)
 app.command("plan")(plan_commands.plan)
+app.command("simulate")(simulate_commands.simulate)
 app.command("eval")(model_commands.evaluate)
 app.command("export")(model_commands.export)
 app.add_typer(keys.app, name="key", help="Back up this node's identity, or bring one.")

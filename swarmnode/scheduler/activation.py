@@ -46,6 +46,8 @@ class PlanSettings:
     least_memory_gb: float = 0.0
     least_available_s: float = 300.0
     """A worker that is there for less is not worth its weights' transfer."""
+    stay_s: float = 3600.0
+    """How long a plan lasts about: what it takes to start a worker is spread over this."""
     hysteresis: float = 0.05
     """What a change must save, relative to the cost, to be made."""
     volunteer_price_per_hour: float = 0.01
@@ -83,6 +85,9 @@ class Plan:
     """Whether the rule is met with its margin; else this is the most that the limits allow."""
     limits: tuple[str, ...]
     """What stands in the way if it is not: budget, region, owner, offers."""
+    could_save: float
+    """Of the cost, what choosing without limits and whole workers could save at most; later offers are
+    compared with this."""
     method: str
     bound_per_hour: float
     """No choice of these offers costs less, as far as was proved (volunteers counted at their nominal price).
@@ -123,6 +128,7 @@ def make_plan(
         shortfall_probability=candidates.shortfall(solution.chosen),
         is_enough=is_enough,
         limits=limits,
+        could_save=candidates.could_save(solution.chosen),
         method=solution.method,
         bound_per_hour=solution.bound,
     )
@@ -155,7 +161,7 @@ def replan_reason(
         return "capacity fell below the need" if plan.is_enough or candidates.could_add(current) else None
     if not plan.is_enough:
         return "capacity suffices again"
-    if candidates.could_save(current) > settings.hysteresis:
+    if candidates.could_save(current) > max(0.0, plan.could_save) + settings.hysteresis:
         return "cheaper workers are offered"
     return None
 
@@ -187,6 +193,9 @@ class _Candidates:
         self.rate: Floats = rate[usable] if usable else np.zeros(0)
         self.presence = np.array([offer.presence_for(settings.replacement_s) for offer in self.offers])
         self.spread = np.array([offer.rate_spread for offer in self.offers])
+        # Paid for while it fetches weights: that part of the time that it may be expected to stay.
+        stay_s = np.array([_stay_s(offer, settings) for offer in self.offers])
+        self.start: Floats = np.array([offer.start_s for offer in self.offers]) / np.maximum(stay_s, 1.0)
         self.problem = self._problem(budget)
 
     def _problem(self, budget: float) -> Problem:
@@ -235,10 +244,10 @@ class _Candidates:
 
     def choose(self, active: Set[bytes]) -> tuple[Solution, bool]:
         """The cheapest that suffices, or the most that the limits allow, and which of both it is."""
-        current = self.of(active)
         # Who is active counts as cheaper by the hysteresis: a change must be worth its trouble.
-        loyal = np.where(current, self.problem.cost * (1 - self._settings.hysteresis), self.problem.cost)
-        problem = replace(self.problem, cost=loyal)
+        current = self.of(active)
+        cost = self.problem.cost * np.where(current, 1 - self._settings.hysteresis, 1 + self.start)
+        problem = replace(self.problem, cost=cost)
         best: Solution | None = None
         too_little, enough = 0.0, math.inf
         for _ in range(MARGIN_STEPS):
@@ -337,6 +346,12 @@ class _Candidates:
                 text = "not needed, or a limit (owner, region, budget) keeps it out"
             said[offer.worker] = text
         return said
+
+
+def _stay_s(offer: WorkerOffer, settings: PlanSettings) -> float:
+    """How long a worker that is activated now may be expected to stay active."""
+    leaves_s = 3600 / offer.departures_per_hour if offer.departures_per_hour > 0 else math.inf
+    return min(settings.stay_s, leaves_s, offer.available_for_s)
 
 
 def _unusable(offer: WorkerOffer, admissible_rate: float, settings: PlanSettings) -> str:

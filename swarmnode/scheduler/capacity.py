@@ -24,6 +24,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr
 
 Form = Literal["conservative", "overlapped"]
 
@@ -140,8 +141,6 @@ def _late_share(margin_s: Floats, starts_s: Floats, deviation_s: Floats) -> Floa
 
     The last ones have `margin_s` left, earlier ones more; lengths are taken as normal.
     """
-    from scipy.special import ndtr
-
     margins = margin_s / np.maximum(deviation_s, 1e-12)
     beyond = np.exp(-0.5 * np.minimum(margins, 40) ** 2) / math.sqrt(2 * math.pi) - margins * ndtr(-margins)
     late = deviation_s * np.maximum(beyond, 0.0) / np.maximum(starts_s, 1e-12)
@@ -164,13 +163,27 @@ def sufficient_shares(
     The admissible share, and no more than its part of a version's first batch that is there in time.
     """
     shares = admissible_shares(demand, broadcast_s, latency_s, latency_deviation_s)
-    in_time_s = _must_be_there_s(demand) + DRY_ALLOWED * demand.kappa * demand.train_s
-    # Where this asks for more than the admissible share does, there is capacity to spare, and workers wait
-    # for
-    # the new version with empty hands: all their groups begin at once, and come at half their length on
-    # average.
-    first = (in_time_s - broadcast_s - latency_s / 2) / demand.train_s
-    return np.clip(np.minimum(shares, first), 0.0, 1.0)
+    cycle_s = demand.kappa * demand.train_s
+    room_s = _must_be_there_s(demand) + DRY_ALLOWED * cycle_s - broadcast_s - latency_s
+    # A batch in `room_s` asks for more than the admissible share does; then there is capacity to spare,
+    # workers
+    # wait for the version with empty hands for a part of the cycle, and begin all their groups at once.
+    barred_s = _barred_s(demand, broadcast_s, latency_s, latency_deviation_s)
+    busy = (room_s + barred_s / 2) / demand.train_s
+    waiting = (room_s + (barred_s + cycle_s) / 2) / (
+        demand.train_s + cycle_s / (2 * np.maximum(shares, 1e-9))
+    )
+    empty = (room_s + latency_s / 2) / demand.train_s
+    return np.clip(np.minimum(shares, np.maximum(busy, np.minimum(waiting, empty))), 0.0, 1.0)
+
+
+def _barred_s(demand: Demand, broadcast_s: Floats, latency_s: Floats, latency_deviation_s: Floats) -> Floats:
+    """How long before a new version is there nothing may start that could still be consumed; a latency at
+    most."""
+    stands_still = broadcast_s if demand.form == "conservative" else 0.0
+    slowest_s = latency_s + SLOWEST_IN_DEVIATIONS * latency_deviation_s
+    last_start = demand.max_staleness * demand.train_s - slowest_s
+    return np.clip(demand.kappa * demand.train_s + broadcast_s - stands_still - last_start, 0.0, latency_s)
 
 
 def _must_be_there_s(demand: Demand) -> float:
@@ -220,13 +233,8 @@ class Fleet:
         groups at once; the others when one of the old ones ends.
         """
         spare = 1 - demand.floor_rate / max(self.admissible_rate(demand), demand.floor_rate)
-        stands_still = self.broadcast_s if demand.form == "conservative" else 0.0
-        slowest_s = self.latency_s + SLOWEST_IN_DEVIATIONS * self.latency_deviation_s
-        cycle_s = demand.kappa * demand.train_s
-        barred_s = (
-            cycle_s + self.broadcast_s - stands_still - (demand.max_staleness * demand.train_s - slowest_s)
-        )
-        idle_s = np.clip(np.maximum(barred_s, 0.0) + spare * cycle_s, 0.0, self.latency_s)
+        barred_s = _barred_s(demand, self.broadcast_s, self.latency_s, self.latency_deviation_s)
+        idle_s = np.minimum(barred_s + spare * demand.kappa * demand.train_s, self.latency_s)
         ready_s = self.broadcast_s + self.latency_s - idle_s / 2
         made = (self.rate > 0) & np.isfinite(ready_s)
         order = np.argsort(ready_s[made], kind="stable")

@@ -85,6 +85,8 @@ def _relax(problem: Problem, weights: Floats, need: float) -> tuple[Floats, floa
     if n == 0:
         return None
     form = linear_form(problem, weights, need)
+    if form.matrix.shape[0] == 1:
+        return _relax_without_limits(problem, weights, need)
     result = linprog(
         form.cost,
         A_ub=form.matrix,
@@ -100,6 +102,26 @@ def _relax(problem: Problem, weights: Floats, need: float) -> tuple[Floats, floa
     prices[0] = 0.0
     scarce = form.matrix.T @ prices - form.equality.T @ result.eqlin.marginals
     return result.x[:n], float(result.fun), problem.cost + np.asarray(scarce).ravel()[:n]
+
+
+def _relax_without_limits(
+    problem: Problem, weights: Floats, need: float
+) -> tuple[Floats, float, Floats] | None:
+    """Only capacity is asked for: the cheapest per group first, a part of the last one."""
+    share = np.zeros(len(problem))
+    order = np.argsort(problem.cost / np.where(weights > 0, weights, 1e-12), kind="stable")
+    order = order[weights[order] > 0]
+    covered = np.cumsum(weights[order])
+    whole = int(np.searchsorted(covered, need))
+    if need > 0 and whole >= len(order):
+        return None
+    share[order[:whole]] = 1.0
+    if need > 0:
+        before = covered[whole - 1] if whole else 0.0
+        share[order[whole]] = (need - before) / weights[order[whole]]
+    # A negative cost (the most capacity that there can be) is worth taking whatever is needed.
+    share[problem.cost < 0] = 1.0
+    return share, float(problem.cost @ share), problem.cost
 
 
 class _State:

@@ -178,6 +178,11 @@ class Measurements:
         known = self._workers.get(worker)
         return None if known is None else self._kinds[known.kind].rate(now).estimate(confidence)
 
+    def departure_rate(self, worker: bytes, now: float) -> float:
+        """The value of `departures_per_s`, 0 for an unknown worker."""
+        known = self._workers.get(worker)
+        return 0.0 if known is None else self._kinds[known.kind].rate(now).value
+
     def timing(self, worker: bytes, otherwise: Timing) -> Timing:
         """Measured where there are measurements, `otherwise` where there are none."""
         known = self._workers.get(worker)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from swarmnode.scheduler.capacity import Demand, Timing, admissible_share
+from swarmnode.scheduler.capacity import Demand, Timing
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class WorkerOffer:
     """Standard deviation of its rate from one minute to the next, relative to the rate."""
     traffic_mbps: float = 0.0
     """What it takes of its region's link while it is active."""
+    start_s: float = 0.0
+    """From its activation to its first group beyond the group's own time: what fetching and loading weights
+    takes."""
     available_for_s: float = math.inf
     """Until its hours end, its owner's cap of hours or dollars is reached, or its lease is over."""
 
@@ -36,7 +39,6 @@ class WorkerOffer:
 
 
 def traffic_mbps(demand: Demand, timing: Timing, *, version_bytes: float, group_bytes: float) -> float:
-    """What an active worker moves: a version every κ updates, and the groups that count."""
-    share = admissible_share(demand, timing)
-    groups = timing.groups_per_s * share * group_bytes
+    """What an active worker moves at most: a version every κ updates, and groups at its full rate."""
+    groups = timing.groups_per_s * group_bytes
     return (version_bytes / (demand.kappa * demand.train_s) + groups) * 8 / 1e6

@@ -55,6 +55,8 @@ class Dispatcher:
         """Chosen, and not active yet for want of money."""
         self._offers: dict[int, WorkerOffer] = {}
         self._stale_offers: set[int] = {worker.machine.number for worker in workers}
+        self._rates: dict[int, float] = {}
+        """Admissible rates as of the last look at the plan."""
         self._order: list[int] = []
         self._planned_at_s = -LEAST_GAP_S
         self.plan: Plan | None = None
@@ -83,10 +85,12 @@ class Dispatcher:
         )
         self.changed(worker)
 
-    def gone(self, worker: Worker) -> None:
-        """A machine left, or is excluded: spares stand in at once."""
+    def gone(self, worker: Worker, *, was_active: bool) -> None:
+        """A machine left, or is excluded: spares stand in at once for one that was active."""
         self._measured.left(worker.key, self._clock.now, by_choice_of_ours=worker.excluded)
         self.changed(worker)
+        if not was_active:
+            return
         if self._scenario.plan.policy != "plan":
             self._replan("left")
         elif self.plan is not None:
@@ -112,6 +116,7 @@ class Dispatcher:
 
     def _check(self) -> None:
         self._clock.after(self._scenario.plan.check_every_s, self._check)
+        self._rates.clear()
         for worker in self._workers:
             if worker.state >= State.WARM:
                 self._stale_offers.add(worker.machine.number)
@@ -159,8 +164,8 @@ class Dispatcher:
             if worker.key in active:
                 if worker.state is not State.ACTIVE:
                     self._activate(worker)
-                elif worker.asked_price_per_hour != worker.price_per_hour:
-                    self._agree_on_price(worker)
+                else:
+                    self._take_price(worker)
             elif worker.state in (State.COLD, State.WARM):
                 wanted = State.WARM if worker.key in spares else State.COLD
                 if worker.state is not wanted:
@@ -174,6 +179,14 @@ class Dispatcher:
             self._set_state(worker, State.ACTIVE)
         else:
             self._waiting.append(worker)
+
+    def _take_price(self, worker: Worker) -> None:
+        """A plan keeps a worker: at the price that it asks now, or as agreed while the money is short."""
+        more = worker.asked_price_per_hour - worker.price_per_hour
+        if more != 0 and (
+            more < 0 or self._paid_per_hour() + more <= self._settings.budget_per_hour * (1 + 1e-9)
+        ):
+            self._agree_on_price(worker)
 
     def _stand_in(self) -> None:
         """Call spares, in the plan's order, until the active ones are enough again."""
@@ -194,8 +207,12 @@ class Dispatcher:
         self._replan("active workers left")
 
     def _mean_rate(self, worker: Worker) -> float:
-        timing = self._offer(worker).timing
-        return timing.groups_per_s * admissible_share(self.demand(), timing)
+        number = worker.machine.number
+        rate = self._rates.get(number)
+        if rate is None:
+            timing = self._offer(worker).timing
+            rate = self._rates[number] = timing.groups_per_s * admissible_share(self.demand(), timing)
+        return rate
 
     # Offers
 
@@ -218,9 +235,7 @@ class Dispatcher:
             latency_s=machine.kind.groups_in_hand / rate + machine.link.round_trip_s,
             latency_deviation_s=run.length_spread * machine.kind.groups_in_hand / rate,
         )
-        now = self._clock.now
         timing = self._measured.timing(worker.key, word)
-        departures = self._measured.departures_per_s(worker.key, now)
         group_bytes = run.group_size * run.completion_tokens * BYTES_PER_TOKEN
         return WorkerOffer(
             worker=worker.key,
@@ -233,8 +248,9 @@ class Dispatcher:
             price_per_hour=(
                 worker.price_per_hour if worker.state is State.DRAINING else worker.asked_price_per_hour
             ),
-            departures_per_hour=3600 * departures.value if departures is not None else 0.0,
+            departures_per_hour=3600 * self._measured.departure_rate(worker.key, self._clock.now),
             rate_spread=machine.kind.rate_wobble,
+            start_s=self._weights.start_s(machine, worker.weights),
             traffic_mbps=traffic_mbps(
                 self._base_demand,
                 timing,

@@ -163,6 +163,8 @@ class FleetSimulation:
     def set_state(self, worker: Worker, state: State) -> None:
         """Activation, draining, standby; who drains with nothing in hand is done at once."""
         now, old = self.clock.now, worker.state
+        if not worker.present:
+            return  # The message does not arrive; that the worker is gone is noticed in a moment.
         if state is State.DRAINING and worker.in_hand == 0:
             state = State.COLD
         self._settle_capacity()
@@ -216,19 +218,20 @@ class FleetSimulation:
             self.money.change(self.clock.now, -worker.price_per_hour)
         if worker.state is State.ACTIVE:
             self.capacity -= worker.machine.groups_per_s
+        was_active = worker.state is State.ACTIVE
         worker.present = False
         worker.state = State.COLD
         worker.life += 1
         worker.in_hand = 0
         worker.asking = False
         self.weights.lose(worker.machine, worker.weights, self.clock.now)
-        self.clock.after(self.scenario.plan.noticed_after_s, self._noticed, worker, worker.life)
+        self.clock.after(self.scenario.plan.noticed_after_s, self._noticed, worker, worker.life, was_active)
         self._schedule_return(worker)
 
-    def _noticed(self, worker: Worker, life: int) -> None:
+    def _noticed(self, worker: Worker, life: int, was_active: bool) -> None:
         if worker.life == life and not worker.present:
             self.learner.forget(worker)
-            self.dispatcher.gone(worker)
+            self.dispatcher.gone(worker, was_active=was_active)
             self.dispatcher.money_is_free()
 
     def _return(self, worker: Worker) -> None:
@@ -262,10 +265,11 @@ class FleetSimulation:
         self.weights.broadcast_log.clear()
 
     def on_excluded(self, worker: Worker) -> None:
+        was_active = worker.state is State.ACTIVE
         if worker.state >= State.WARM:
             self.set_state(worker, State.COLD if worker.state is State.WARM else State.DRAINING)
         self.learner.forget(worker)
-        self.dispatcher.gone(worker)
+        self.dispatcher.gone(worker, was_active=was_active)
 
     # Numbers
 
@@ -300,8 +304,3 @@ class FleetSimulation:
             "sent_bytes": self.weights.sent_bytes,
             **{name: float(value) for name, value in vars(self.tally).items()},
         }
-
-
-def simulate_fleet(scenario: Scenario, **changes: object) -> Report:
-    """Run a scenario, with top-level keys replaced."""
-    return FleetSimulation(scenario.model_copy(update=changes) if changes else scenario).run()

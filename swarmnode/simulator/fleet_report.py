@@ -48,7 +48,8 @@ def fleet_report(fleet: "FleetSimulation", before: dict[str, float]) -> Report:
             "stale_in_queue": int(over["stale_in_queue"]),
             "from_cheats_consumed": int(over["bad_consumed"]),
         },
-        "waste": 1 - consumed / max(1.0, finished + over["lost_with_worker"]),
+        "waste": (over["lost_with_worker"] + over["refused"] + over["stale_in_queue"])
+        / max(1.0, finished + over["lost_with_worker"]),
         "stale_share_of_accepted": over["stale_in_queue"] / max(1.0, over["accepted"]),
         "completed_share": over["accepted"] / max(1.0, over["started"]),
         "transfer_share": _transfer_share(over),

@@ -22,7 +22,16 @@ class Publication:
 class WorkerWeights:
     """Where one worker stands. Times only go forward."""
 
-    __slots__ = ("follows", "free_at_s", "paused_s", "ready_s", "started_s", "target", "version")
+    __slots__ = (
+        "follows",
+        "free_at_s",
+        "paused_s",
+        "ready_s",
+        "started_s",
+        "steady",
+        "target",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -34,6 +43,9 @@ class WorkerWeights:
         self.paused_s = 0.0
         """Time that fetching took so far, those that are done."""
         self.follows = False
+        self.steady = False
+        """Whether it has had a version since it follows: from then on its fetches say how long a broadcast
+        takes."""
 
     def fetching_for_s(self, now: float) -> float:
         """Time that fetching has taken up to now, the one under way included."""
@@ -70,6 +82,7 @@ class Weights:
             return
         self.advance(machine, weights, now)
         weights.follows = follows
+        weights.steady = False
         sign = 1 if follows else -1
         self.receivers += sign
         if machine.link.serves:
@@ -79,6 +92,14 @@ class Weights:
             self.advance(machine, weights, now)
         elif weights.target is not None:
             weights.target = None
+
+    def start_s(self, machine: Machine, weights: WorkerWeights) -> float:
+        """From an activation now until the worker has weights to generate with."""
+        if weights.follows and weights.version is not None:
+            return 0.0
+        section = self._section
+        own_s = section.snapshot_mb * 1e6 / (machine.link.download_mbps * MBIT)
+        return section.overhead * own_s + machine.link.round_trip_s + section.load_s
 
     def lose(self, machine: Machine, weights: WorkerWeights, now: float) -> None:
         """The machine is gone, and what it had with it."""
@@ -95,6 +116,7 @@ class Weights:
                 weights.free_at_s = weights.ready_s
                 weights.paused_s += weights.ready_s - weights.started_s
                 weights.target = None
+                weights.steady = True
             if not weights.follows or not self.publications:
                 return
             wanted = self._newest_at(weights.free_at_s, weights.version)
@@ -129,4 +151,5 @@ class Weights:
         weights.ready_s = weights.started_s + transfer_s + machine.link.round_trip_s + section.load_s
         weights.target = publication.version
         self.sent_bytes += size
-        self.broadcast_log.append((machine, weights.ready_s - publication.time_s))
+        if weights.steady:
+            self.broadcast_log.append((machine, weights.ready_s - publication.time_s))

@@ -200,11 +200,11 @@ def test_no_offers_give_an_empty_plan() -> None:
 
 
 def test_traffic_is_versions_and_groups() -> None:
-    # 50 MB every 50 s is 8 Mbit/s; half of one group of 100 kB per second is 0.4.
+    # 50 MB every 50 s are 8 Mbit/s, a group of 100 kB per second 0.8.
     demand = Demand(10, 10.0, 6)
     timing = Timing(1.0, broadcast_s=25.0)
     got = traffic_mbps(demand, timing, version_bytes=50e6, group_bytes=1e5)
-    assert got == pytest.approx(8 + 0.4)
+    assert got == pytest.approx(8 + 0.8)
 
 
 @pytest.mark.parametrize("bad", [{"shortfall_probability": 0.0}, {"owner_share": 0.0}, {"hysteresis": -1.0}])
