@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from protocol.algorithm import AlgorithmSpec
 from protocol.messages import Completion, RolloutGroup, SamplingContract, prompt_hash
