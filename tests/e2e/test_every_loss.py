@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import trio
+from transformers import AutoModelForCausalLM
 
 from protocol.invite import parse_invite
 from swarmnode.config import load_config
 from swarmnode.demo.layout import free_ports, lay_out
+from swarmnode.engines import building
 from swarmnode.processes import rollout
 from swarmnode.processes.channel import Channel, ChannelClosed
 from swarmnode.processes.inbox import Inbox, Stopped
@@ -89,6 +91,19 @@ def torch_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return trio.SocketStream(trio.socket.from_stdlib_socket(ours)), ThreadChild(WORK[self.name], theirs)
 
     monkeypatch.setattr(ChildProcess, "_spawn", spawn_thread)
+
+    # Building a model replaces torch.nn.init for a while; two at once would leave it replaced for good.
+    one_at_a_time = threading.RLock()
+
+    def alone(build: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with one_at_a_time:
+                return build(*args, **kwargs)
+
+        return locked
+
+    monkeypatch.setattr(building, "_empty", alone(building._empty))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", alone(AutoModelForCausalLM.from_pretrained))
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
