@@ -30,7 +30,7 @@ Form = Literal["conservative", "overlapped"]
 
 Floats = npt.NDArray[np.float64]
 
-SLOWEST_IN_DEVIATIONS = 1.0
+SLOWEST_IN_DEVIATIONS = 1.5
 """A group may start if it would still count though it were slower than the mean by so many deviations: more
 makes workers idle before each new version, less makes more groups too late."""
 
@@ -117,7 +117,7 @@ def admissible_shares(
     stands_still = broadcast_s if demand.form == "conservative" else np.zeros_like(broadcast_s)
     turns_away = cycle + broadcast_s - stands_still
     # A group of mean length counts if it starts before this, a slow one must start a margin earlier.
-    mean_start = (demand.max_staleness + 1) * period - demand.train_s - latency_s
+    mean_start = _last_consumed(demand, period, stands_still) - latency_s
     last_start = np.minimum(turns_away, mean_start - SLOWEST_IN_DEVIATIONS * latency_deviation_s)
     starts = last_start - broadcast_s
     # From the last start until the next version nothing that counts can start. Groups in hand run on, half of
@@ -134,6 +134,17 @@ def admissible_shares(
     # However much is overlapped, a worker that needs longer than a cycle for a version falls ever further
     # behind.
     return np.where((broadcast_s >= cycle) | (starts <= 0), 0.0, np.clip(share, 0.0, 1.0))
+
+
+def _last_consumed(demand: Demand, period_s: float, stands_still: Floats) -> Floats:
+    """When a group must be done with: the start of the last update that may consume it.
+
+    Less the time that a worker stands still, for a group that is in hand then; that is at the end of the
+    cycle.
+    """
+    last = (demand.max_staleness + 1) * period_s - demand.train_s
+    cycle = demand.kappa * period_s
+    return np.where(stands_still > 0, np.maximum(last - stands_still, min(cycle, last)), last)
 
 
 def _late_share(margin_s: Floats, starts_s: Floats, deviation_s: Floats) -> Floats:
@@ -180,9 +191,9 @@ def sufficient_shares(
 def _barred_s(demand: Demand, broadcast_s: Floats, latency_s: Floats, latency_deviation_s: Floats) -> Floats:
     """How long before a new version is there nothing may start that could still be consumed; a latency at
     most."""
-    stands_still = broadcast_s if demand.form == "conservative" else 0.0
+    stands_still = broadcast_s if demand.form == "conservative" else np.zeros_like(broadcast_s)
     slowest_s = latency_s + SLOWEST_IN_DEVIATIONS * latency_deviation_s
-    last_start = demand.max_staleness * demand.train_s - slowest_s
+    last_start = _last_consumed(demand, demand.train_s, stands_still) - slowest_s
     return np.clip(demand.kappa * demand.train_s + broadcast_s - stands_still - last_start, 0.0, latency_s)
 
 

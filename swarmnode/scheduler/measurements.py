@@ -1,8 +1,9 @@
 """What the learner measures of itself and its workers, streaming and with confidence. No clock: time is
 given.
 
-Everything is seen from the learner's side. A worker's own word (its offer) is only the prior: its rate is
-what arrives while it has all the groups that it asked for.
+Everything is seen from the learner's side. A worker's own word (its offer) is only the prior: its rate is the
+number of groups that it works on at once over the time that one takes (Little's law), which holds for a
+worker that is short of credit too.
 """
 
 from collections import OrderedDict
@@ -18,8 +19,10 @@ MAX_FAMILIES = 256
 
 CLAIM_WORTH_GROUPS = 3.0
 """A claimed rate counts like this many groups seen at that rate, so that it is soon overruled."""
-RATE_MEMORY_S = 1800.0
-"""A worker's rate is that of about the last half hour of its full work."""
+RATE_MEMORY_S, LONGEST_RATE_MEMORY_S = 1800.0, 6 * 3600.0
+RATE_MEMORY_GROUPS = 100.0
+"""A worker's rate is that of about its last half hour of full work, or of so many groups if they take longer:
+a rate of few groups is mostly chance, and plans would follow that."""
 DEPARTURES_PRIOR_PER_S = 0.05 / 3600
 """Believed of a kind of worker before any was seen: one in twenty leaves within an hour."""
 
@@ -36,16 +39,9 @@ class WorkerMeasurements:
     upload_mbps: MovingMean = field(default_factory=MovingMean)
     download_mbps: MovingMean = field(default_factory=MovingMean)
     present_since_s: float | None = None
-    full_since_s: float | None = None
-    """Since when it has had all the groups that it wanted; None while it has not."""
-
-    def full(self, now: float) -> None:
-        if self.full_since_s is None:
-            self.full_since_s = now
-
-    def not_full(self) -> None:
-        """It may idle from now on. Time since the last arrival is left out with the group that ends it."""
-        self.full_since_s = None
+    at_once: int | None = None
+    """Groups that it works on at once: the fewest that it had and asked for together in this stay. More are
+    those that are done and still on their way when it asks."""
 
 
 @dataclass
@@ -84,9 +80,14 @@ class Measurements:
         """A worker is here. One that was here before keeps what was measured."""
         known = self._workers.get(worker)
         if known is None:
+            memory_s = max(RATE_MEMORY_S, RATE_MEMORY_GROUPS / max(claimed_groups_per_s, 1e-9))
             known = WorkerMeasurements(
                 kind if kind in self._kinds or len(self._kinds) < MAX_KINDS else "other",
-                EventRate(claimed_groups_per_s, prior_events=CLAIM_WORTH_GROUPS, memory_s=RATE_MEMORY_S),
+                EventRate(
+                    claimed_groups_per_s,
+                    prior_events=CLAIM_WORTH_GROUPS,
+                    memory_s=min(memory_s, LONGEST_RATE_MEMORY_S),
+                ),
             )
             self._workers[worker] = known
             while len(self._workers) > MAX_WORKERS:
@@ -103,7 +104,7 @@ class Measurements:
         known = self._workers.get(worker)
         if known is None or known.present_since_s is None:
             return
-        known.not_full()
+        known.at_once = None
         group = self._kinds[known.kind]
         group.present -= 1
         group.since_sum_s -= known.present_since_s
@@ -111,25 +112,22 @@ class Measurements:
         group.departures += not by_choice_of_ours
         known.present_since_s = None
 
-    def credit_answered(self, worker: bytes, now: float, *, wanted: int, granted: int) -> None:
-        """A request for credit was answered."""
+    def credit_asked(self, worker: bytes, *, wanted: int, outstanding: int) -> None:
+        """A worker that has `outstanding` groups granted and not delivered asks for more."""
         known = self._workers.get(worker)
-        if known is not None:
-            if granted >= wanted:
-                known.full(now)
-            else:
-                known.not_full()
+        if known is not None and wanted + outstanding > 0:
+            together = wanted + outstanding
+            known.at_once = together if known.at_once is None else min(known.at_once, together)
 
-    def group_arrived(self, worker: bytes, now: float, *, latency_s: float | None = None) -> None:
-        """A group came, `latency_s` after its credit was granted."""
+    def group_arrived(self, worker: bytes, latency_s: float) -> None:
+        """A group came so long after its credit was granted; time in which the worker stood still for weights
+        is left out."""
         known = self._workers.get(worker)
-        if known is None:
+        if known is None or latency_s < 0:
             return
-        if latency_s is not None:
-            known.latency_s.add(latency_s)
-        if known.full_since_s is not None:
-            known.rate.add(1.0, now - known.full_since_s)
-            known.full_since_s = now
+        known.latency_s.add(latency_s)
+        if known.at_once is not None:
+            known.rate.add(1.0, latency_s / known.at_once)
 
     def completion(self, family: str, tokens: int) -> None:
         """A completion of a task family has this many tokens."""

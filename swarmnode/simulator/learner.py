@@ -107,11 +107,12 @@ class SimLearner:
             self.version - version, self._demand.max_staleness, self._demand.train_s, training_for_s
         )
         room = self.credits.room(worker.key, now)
-        limit = worker_limit(self._pace(worker), left_s, self.credits.outstanding_of(worker.key))
+        outstanding = self.credits.outstanding_of(worker.key)
+        self._measured.credit_asked(worker.key, wanted=wanted, outstanding=outstanding)
+        limit = worker_limit(self._pace(worker), left_s, outstanding)
         grant = grant_credit(state, version, min(wanted, room, limit))
         if grant.count > 0:
             self.credits.grant(worker.key, grant.count, now)
-        self._measured.credit_answered(worker.key, now, wanted=wanted, granted=grant.count)
         if grant.count >= wanted:
             return grant.count, 0.0
         return grant.count, retry_after_s(
@@ -127,7 +128,9 @@ class SimLearner:
         machine = worker.machine
         if known is None or not known.latency_s:
             return WorkerPace(machine.groups_per_s, machine.kind.groups_in_hand / machine.groups_per_s)
-        return WorkerPace(known.rate.value, known.latency_s.value, known.latency_s.deviation)
+        # A worker that stands still for a new version has its groups in hand for so much longer.
+        stands_still_s = known.broadcast_s.value if self._demand.form == "conservative" else 0.0
+        return WorkerPace(known.rate.value, known.latency_s.value + stands_still_s, known.latency_s.deviation)
 
     @property
     def waiting(self) -> int:
@@ -141,7 +144,7 @@ class SimLearner:
         now, worker = self._clock.now, group.worker
         reason = self._refusal(group, newest_version)
         self.credits.received(worker.key, now, accepted=reason is None)
-        self._measured.group_arrived(worker.key, now, latency_s=now - group.granted_at_s)
+        self._measured.group_arrived(worker.key, now - group.granted_at_s - group.added_pause_s)
         if reason is not None:
             self.refused[reason.value] += 1
             self._penalize(worker, reason)

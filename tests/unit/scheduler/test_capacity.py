@@ -69,10 +69,12 @@ def test_the_rule_and_the_admissible_rate_agree_when_latency_is_nothing(
     [
         # S = 6, κ = 5, T = 10 s, B = 10 s: starts from 10 on; the last update that may consume begins at 60.
         ("conservative", 0.0, 0.8),  # until 50
-        ("conservative", 10.0, 0.8),  # 60 − 10 is 50
-        # 60 − 20 is 40: for 10 s nothing may start, and groups in hand run on for 0 to 20 s: idle 10² / 2·20.
-        ("conservative", 20.0, 0.75),
-        ("conservative", 55.0, 0.0),  # 60 − 55 is before 10
+        # One in hand at 50 stands still for 10 s: until 60 − 10 − 10. Then nothing may start for 10 s, and
+        # groups
+        # in hand run on for 0 to 10 s: idle 10 − 10/2.
+        ("conservative", 10.0, 0.7),
+        ("conservative", 20.0, 0.6),  # until 30; idle 20 − 20/2
+        ("conservative", 55.0, 0.0),  # 50 − 55 is before 10
         ("overlapped", 0.0, 1.0),  # until 60
         ("overlapped", 10.0, 0.9),  # until 50: idle 10 − 10/2
     ],
@@ -86,13 +88,13 @@ def test_a_long_way_back_costs_part_of_the_end_of_each_cycle(
 
 def test_groups_of_varying_length_must_start_a_deviation_earlier() -> None:
     demand = Demand(16, 10.0, 6)
-    steady, varying = Timing(1.0, 10.0, 20.0), Timing(1.0, 10.0, 15.0, latency_deviation_s=5.0)
-    # The last start is the same, 30 s after the first; then groups in hand run on for 15 s at most instead of
+    steady, varying = Timing(1.0, 10.0, 20.0), Timing(1.0, 10.0, 14.0, latency_deviation_s=4.0)
+    # The last start is the same, 20 s after the first; then groups in hand run on for 14 s at most instead of
     # 20.
-    # The mean of what a normal number exceeds 1 by is 0.0833: so many deviations' worth of starts are late.
-    assert admissible_share(demand, steady) == pytest.approx((40 - 10**2 / 40) / 50)
+    # The mean of what a normal number exceeds 1.5 by is 0.0293: so many deviations' worth of starts are late.
+    assert admissible_share(demand, steady) == pytest.approx((40 - (20 - 20 / 2)) / 50)
     assert admissible_share(demand, varying) == pytest.approx(
-        (40 - 10**2 / 30) / 50 * (1 - 0.08332 * 5 / 30), rel=1e-4
+        (40 - (20 - 14 / 2)) / 50 * (1 - 0.02931 * 4 / 20), rel=1e-4
     )
 
 
@@ -140,10 +142,11 @@ def test_advice_when_no_amount_suffices_names_the_least_change_of_each_knob() ->
     assessment = assess(demand, [Timing(0.5, broadcast_s=30.0, latency_s=15.0)] * 8)
     assert not assessment.feasible
     advice = {one.knob: one.value for one in assessment.advice}
-    # κ·T must exceed 30 s, so κ = 2; the first batch comes from 30 + 15/2 s on, before (S + 1 − κ) · 20 s.
-    assert advice["max_staleness"] == 3
-    # R and T grow together: T must exceed 30 s, which 96 groups take.
-    assert advice["batch_groups"] == 97
+    # κ·T must exceed 30 s, so κ = 2; a group that starts at 30 s, and stands still for 30 s, must be there at
+    # S · 20 s.
+    assert advice["max_staleness"] == 4
+    # R and T grow together: 2·T − 30 − 15 s must exceed 30 s, which it does beyond the 37.5 s of 120 groups.
+    assert advice["batch_groups"] == 121
     # 20 s and more are too long for a version: 30 s at 1.5 × the bandwidth are exactly that.
     assert advice["bandwidth"] == 2.0
 

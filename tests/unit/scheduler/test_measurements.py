@@ -7,15 +7,12 @@ from swarmnode.scheduler.capacity import Timing
 from swarmnode.scheduler.measurements import Measurements
 
 
-def busy(measured: Measurements, worker: bytes, start: float, every_s: float, groups: int) -> float:
-    """A worker that always has all it wants and delivers a group every `every_s`; when it ended."""
-    now = start
-    measured.credit_answered(worker, now, wanted=4, granted=4)
+def work(measured: Measurements, worker: bytes, *, at_once: int, each_s: float, groups: int) -> None:
+    """A worker that works on `at_once` groups at once, each of which takes `each_s`."""
+    measured.credit_asked(worker, wanted=at_once, outstanding=0)
     for _ in range(groups):
-        now += every_s
-        measured.group_arrived(worker, now, latency_s=4 * every_s)
-        measured.credit_answered(worker, now, wanted=1, granted=1)
-    return now
+        measured.group_arrived(worker, each_s)
+        measured.credit_asked(worker, wanted=1, outstanding=at_once)
 
 
 def test_a_claim_is_believed_until_groups_come() -> None:
@@ -23,21 +20,31 @@ def test_a_claim_is_believed_until_groups_come() -> None:
     measured.joined(b"w", 0.0, kind="rented", claimed_groups_per_s=10.0)
     claim = measured.groups_per_s(b"w")
     assert claim is not None and claim.value == pytest.approx(10.0)
-    busy(measured, b"w", 0.0, every_s=2.0, groups=100)
+    work(measured, b"w", at_once=4, each_s=8.0, groups=100)
     seen = measured.groups_per_s(b"w")
-    assert seen is not None and seen.value == pytest.approx(0.5, rel=0.1)
+    assert seen is not None and seen.value == pytest.approx(0.5, rel=0.05)
     assert not seen.excludes(0.5)
 
 
 def test_idle_time_for_want_of_credit_is_not_held_against_a_worker() -> None:
     measured = Measurements()
     measured.joined(b"w", 0.0, kind="rented", claimed_groups_per_s=0.5)
-    now = busy(measured, b"w", 0.0, every_s=2.0, groups=50)
-    measured.credit_answered(b"w", now, wanted=4, granted=0)
-    measured.group_arrived(b"w", now + 500.0)
-    busy(measured, b"w", now + 1000.0, every_s=2.0, groups=50)
+    work(measured, b"w", at_once=4, each_s=8.0, groups=50)
+    # It gets one group in ten minutes, and asks for the other three that it could work on.
+    for _ in range(50):
+        measured.credit_asked(b"w", wanted=3, outstanding=1)
+        measured.group_arrived(b"w", 8.0)
     seen = measured.groups_per_s(b"w")
-    assert seen is not None and seen.value == pytest.approx(0.5, rel=0.1)
+    assert seen is not None and seen.value == pytest.approx(0.5, rel=0.05)
+
+
+def test_groups_on_their_way_are_not_taken_for_groups_in_hand() -> None:
+    measured = Measurements()
+    measured.joined(b"w", 0.0, kind="rented", claimed_groups_per_s=0.1)
+    work(measured, b"w", at_once=1, each_s=10.0, groups=100)
+    known = measured.worker(b"w")
+    assert known is not None and known.at_once == 1
+    assert known.rate.value == pytest.approx(0.1, rel=0.05)
 
 
 def test_departures_are_pooled_by_kind_and_count_the_time_of_who_stays() -> None:
@@ -66,9 +73,9 @@ def test_who_was_sent_away_did_not_depart() -> None:
 def test_who_comes_back_keeps_what_was_measured() -> None:
     measured = Measurements()
     measured.joined(b"w", 0.0, kind="rented", claimed_groups_per_s=10.0)
-    now = busy(measured, b"w", 0.0, every_s=2.0, groups=100)
-    measured.left(b"w", now)
-    measured.joined(b"w", now + 60, kind="rented", claimed_groups_per_s=10.0)
+    work(measured, b"w", at_once=4, each_s=8.0, groups=100)
+    measured.left(b"w", 800.0)
+    measured.joined(b"w", 860.0, kind="rented", claimed_groups_per_s=10.0)
     seen = measured.groups_per_s(b"w")
     assert seen is not None and seen.value < 1.0
 
@@ -79,7 +86,7 @@ def test_timing_takes_measurements_over_words() -> None:
     word = Timing(1.0, broadcast_s=20.0, latency_s=5.0)
     assert measured.timing(b"w", word) == word
     measured.version_ready(b"w", 31.0)
-    busy(measured, b"w", 0.0, every_s=2.0, groups=10)
+    work(measured, b"w", at_once=4, each_s=8.0, groups=10)
     timing = measured.timing(b"w", word)
     assert timing.broadcast_s == 31.0 and timing.latency_s == pytest.approx(8.0)
     assert measured.timing(b"stranger", word) == word

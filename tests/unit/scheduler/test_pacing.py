@@ -35,10 +35,10 @@ def test_the_time_left_counts_whole_updates(lag: int, training_for_s: float | No
 
 def test_what_would_come_too_late_is_not_granted() -> None:
     pace = WorkerPace(groups_per_s=0.2, latency_s=20.0, latency_deviation_s=5.0)
-    assert worker_limit(pace, 24.9, 0) == 0
-    assert worker_limit(pace, 25.0, 0) == 5 + IN_TRANSIT
-    assert worker_limit(pace, 25.0, 6) == 1
-    assert worker_limit(pace, 25.0, 99) == 0
+    assert worker_limit(pace, 27.4, 0) == 0
+    assert worker_limit(pace, 27.5, 0) == 6 + IN_TRANSIT
+    assert worker_limit(pace, 27.5, 7) == 1
+    assert worker_limit(pace, 27.5, 99) == 0
 
 
 def test_a_learner_that_waits_sets_no_limit_of_its_own() -> None:
