@@ -73,6 +73,8 @@ class Plan:
     """Active until now: they finish the groups in hand and get no more credit."""
     spares: tuple[bytes, ...]
     """On standby with their weights kept warm, in the order in which they are to be called."""
+    counted: dict[bytes, float]
+    """Groups per second that are counted on, of the active ones and the spares."""
     reasons: dict[bytes, str]
     """Why, for each offer, in one line."""
     cost_per_hour: float
@@ -122,6 +124,7 @@ def make_plan(
         active=names,
         draining=tuple(sorted(set(active).difference(names))),
         spares=spares,
+        counted=candidates.counted({*names, *spares}),
         reasons=candidates.reasons(solution.chosen, set(spares)),
         cost_per_hour=sum(offer.price_per_hour for offer in chosen),
         assessment=assess(demand, [offer.timing for offer in chosen]),
@@ -132,6 +135,23 @@ def make_plan(
         method=solution.method,
         bound_per_hour=solution.bound,
     )
+
+
+def stand_ins(plan: Plan, active: Set[bytes], ready: Set[bytes]) -> list[bytes]:
+    """Spares to call now that `active` are left, in order, until as much is made as the plan counted on.
+
+    `ready` are those that have weights and may work.
+    """
+    wanted = sum(plan.counted[worker] for worker in plan.active)
+    made = sum(plan.counted.get(worker, 0.0) for worker in sorted(active))
+    called = []
+    for spare in plan.spares:
+        if made >= wanted * (1 - 1e-9):
+            break
+        if spare in ready and spare not in active:
+            called.append(spare)
+            made += plan.counted[spare]
+    return called
 
 
 def replan_reason(
@@ -301,6 +321,14 @@ class _Candidates:
         order = others[np.argsort(problem.cost[others] / problem.mean[others], kind="stable")]
         count = int(np.searchsorted(np.cumsum(problem.mean[order]), wanted * (1 - 1e-9))) + 1
         return tuple(self.offers[index].worker for index in order[:count])
+
+    def counted(self, workers: Set[bytes]) -> dict[bytes, float]:
+        mean = self.problem.mean
+        return {
+            offer.worker: float(mean[index])
+            for index, offer in enumerate(self.offers)
+            if offer.worker in workers
+        }
 
     def could_add(self, chosen: Chosen) -> bool:
         """Whether somebody else could work too within the limits."""

@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarmnode.scheduler.activation import Plan, PlanSettings, make_plan, replan_reason
-from swarmnode.scheduler.capacity import Demand, Timing, admissible_share, required_rate
+from swarmnode.scheduler.activation import Plan, PlanSettings, make_plan, replan_reason, stand_ins
+from swarmnode.scheduler.capacity import Demand, Timing, required_rate
 from swarmnode.scheduler.measurements import Measurements
 from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
 from swarmnode.scheduler.planning import BYTES_PER_TOKEN
@@ -55,8 +55,6 @@ class Dispatcher:
         """Chosen, and not active yet for want of money."""
         self._offers: dict[int, WorkerOffer] = {}
         self._stale_offers: set[int] = {worker.machine.number for worker in workers}
-        self._rates: dict[int, float] = {}
-        """Admissible rates as of the last look at the plan."""
         self._order: list[int] = []
         self._planned_at_s = -LEAST_GAP_S
         self.plan: Plan | None = None
@@ -116,7 +114,6 @@ class Dispatcher:
 
     def _check(self) -> None:
         self._clock.after(self._scenario.plan.check_every_s, self._check)
-        self._rates.clear()
         for worker in self._workers:
             if worker.state >= State.WARM:
                 self._stale_offers.add(worker.machine.number)
@@ -189,30 +186,20 @@ class Dispatcher:
             self._agree_on_price(worker)
 
     def _stand_in(self) -> None:
-        """Call spares, in the plan's order, until the active ones are enough again."""
+        """Call spares, in the plan's order, for what was lost; a new plan if they are too few."""
         assert self.plan is not None
-        capacity = 0.0
-        for worker in self._workers:
-            if worker.state is State.ACTIVE:
-                capacity += self._mean_rate(worker)
-        need = self.demand().floor_rate
-        for key in self.plan.spares:
-            if capacity >= need:
-                return
-            spare = self._by_key[key]
-            if spare.present and spare.state is State.WARM and not spare.excluded:
-                self._activate(spare)
-                self.stood_in += 1
-                capacity += self._mean_rate(spare)
-        self._replan("active workers left")
-
-    def _mean_rate(self, worker: Worker) -> float:
-        number = worker.machine.number
-        rate = self._rates.get(number)
-        if rate is None:
-            timing = self._offer(worker).timing
-            rate = self._rates[number] = timing.groups_per_s * admissible_share(self.demand(), timing)
-        return rate
+        active = {worker.key for worker in self._workers if worker.state is State.ACTIVE}
+        ready = {
+            key
+            for key in self.plan.spares
+            if self._by_key[key].state is State.WARM and not self._by_key[key].excluded
+        }
+        called = stand_ins(self.plan, active, ready)
+        for key in called:
+            self._activate(self._by_key[key])
+            self.stood_in += 1
+        if stand_ins(self.plan, active.union(called), set(self._by_key)):
+            self._replan("active workers left")
 
     # Offers
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.scheduler.activation import PlanSettings, make_plan, replan_reason
+from swarmnode.scheduler.activation import PlanSettings, make_plan, replan_reason, stand_ins
 from swarmnode.scheduler.capacity import Demand, Timing
 from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
 
@@ -152,6 +152,19 @@ def test_a_spare_can_stand_in_for_the_largest_worker() -> None:
     assert b"large" in plan.active
     assert len(plan.spares) == 6
     assert not set(plan.spares) & set(plan.active)
+
+
+def test_spares_are_called_in_order_for_what_was_lost_and_no_more() -> None:
+    offers = [offer(f"w{i:02}", 1.0 + 0.01 * i) for i in range(20)]
+    plan = make_plan(offers, DEMAND, replace(CALM, spare_share=0.5))
+    spares = [f"w{i:02}".encode() for i in range(10, 15)]
+    assert list(plan.spares) == spares
+    everyone = set(plan.active)
+    assert stand_ins(plan, everyone, set(spares)) == []
+    assert stand_ins(plan, everyone - {b"w00", b"w07"}, set(spares)) == spares[:2]
+    # One has no weights yet; then one more is lost than there are spares for.
+    assert stand_ins(plan, everyone - {b"w00", b"w07"}, set(spares) - {b"w10"}) == spares[1:3]
+    assert stand_ins(plan, set(), set(spares)) == spares
 
 
 OFFERS = [offer(f"w{i:02}", 1.0 + 0.01 * i) for i in range(20)]

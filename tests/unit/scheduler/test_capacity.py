@@ -147,8 +147,8 @@ def test_advice_when_no_amount_suffices_names_the_least_change_of_each_knob() ->
     assert advice["max_staleness"] == 4
     # R and T grow together: 2·T − 30 − 15 s must exceed 30 s, which it does beyond the 37.5 s of 120 groups.
     assert advice["batch_groups"] == 121
-    # 20 s and more are too long for a version: 30 s at 1.5 × the bandwidth are exactly that.
-    assert advice["bandwidth"] == 2.0
+    # 2 · 20 − 15 s must exceed twice the 30 s over the factor: 2.4 and more.
+    assert advice["bandwidth"] == 3.0
 
 
 def test_advice_when_workers_are_missing_says_how_many_and_what_else_would_do() -> None:
