@@ -41,7 +41,7 @@ class CorruptFile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes | bytearray:
         data = bytearray(await self._file.read(index, offset, size_bytes))
         data[len(data) // 2] ^= 0xFF
         return bytes(data)
@@ -52,7 +52,7 @@ class StallingFile(CorruptFile):
 
     good_reads = 3
 
-    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes | bytearray:
         self.good_reads -= 1
         if self.good_reads < 0:
             await trio.sleep_forever()

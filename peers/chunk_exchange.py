@@ -27,6 +27,7 @@ from peers.chunk_frames import (
     Have,
     Holdings,
     Indices,
+    Mask,
     Piece,
     Sealed,
     decode,
@@ -99,6 +100,7 @@ async def fetch_chunks(
     sink: Sink,
     *,
     already: AbstractSet[int] = frozenset(),
+    held_by: dict[PeerId, Mask] | None = None,
     max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES,
     max_neighbours: int = MAX_NEIGHBOURS,
     give_up_s: float = GIVE_UP_S,
@@ -110,7 +112,8 @@ async def fetch_chunks(
     `providers` is asked again and again: peers may join and leave while this runs, and need have nothing of
     the file yet; only connected ones are used. `sink(index, data)` gets each verified chunk once, several at
     a time; while it works, the chunk counts as in flight, so that memory stays below `max_in_flight_bytes`
-    (or one chunk). What it raises ends the transfer.
+    (or one chunk). What it raises ends the transfer. `held_by` is kept at what each peer has, for whoever
+    serves the file onward meanwhile.
 
     Raises `TransferFailed` when nothing arrived from anybody for `give_up_s`.
     """
@@ -120,6 +123,7 @@ async def fetch_chunks(
         providers,
         sink,
         already,
+        held_by={} if held_by is None else held_by,
         max_in_flight_bytes=max_in_flight_bytes,
         max_neighbours=max_neighbours,
         give_up_s=give_up_s,
@@ -175,6 +179,7 @@ class _Transfer:
         sink: Sink,
         already: AbstractSet[int],
         *,
+        held_by: dict[PeerId, Mask],
         max_in_flight_bytes: int,
         max_neighbours: int,
         give_up_s: float,
@@ -188,6 +193,7 @@ class _Transfer:
         self._layout = layout
         self._list_providers = providers
         self._sink = sink
+        self._held_by = held_by
         self._max_neighbours = max_neighbours
         self._give_up_s = give_up_s
         self._progress = progress
@@ -294,6 +300,7 @@ class _Transfer:
                     await self._listen(peer, link)
             finally:
                 del self._links[peer]
+                self._held_by.pop(peer, None)
                 self._plan.leave(peer)
         finally:
             await session.aclose()
@@ -349,6 +356,7 @@ class _Transfer:
 
     def _heard_holdings(self, peer: PeerId, link: _Link, frame: Holdings) -> None:
         self._plan.heard_holdings(peer, frame.held, frame.giving)
+        self._held_by[peer] = frame.held
         if not frame.giving:
             link.to_report = None
         elif link.to_report is None:

@@ -71,7 +71,7 @@ class _Served:
     def __init__(self, count: int, giving: Giving | None) -> None:
         self.count = count
         self.giving = giving
-        self.sent = np.zeros(count, dtype=np.uint32)
+        self.sent = [0] * count
         """How often each chunk has gone out."""
         self.sessions = 0
 
@@ -187,10 +187,12 @@ class ChunkServer:
                         await self._lack_any(client)
                     continue
                 if len(arrived) > told:
-                    news = arrived[told:]
+                    known = now.held_by.get(client.session.peer)
+                    news = [index for index in arrived[told:] if known is None or not known[index]]
                     told = len(arrived)
-                    await client.session.send(encode_have(news, self._load()))
-                    continue
+                    if news:
+                        await client.session.send(encode_have(news, self._load()))
+                        continue
             elif file is not None and served is not None:
                 # The file is gone, for good or until it lies elsewhere.
                 file, told, gives = None, 0, False
@@ -310,9 +312,9 @@ class ChunkServer:
             return (1.0, 0.0, served.giving.spread_s(client, trio.current_time()), client.served_at)
         if served is not None and client.wants:
             # The chunk that has gone out least: others will pass on those that have gone out more.
-            return (1.0, 1.0, float(served.sent[list(client.wants)].min()), client.served_at)
+            return (1.0, 1.0, float(_least(served.sent, client.wants)), client.served_at)
         if served is not None and client.spares:
-            return (2.0, float(served.sent[list(client.spares)].min()), client.served_at)
+            return (2.0, float(_least(served.sent, client.spares)), client.served_at)
         return (math.inf,)
 
     def _choose(self, client: _Client) -> int | None:
@@ -329,7 +331,7 @@ class ChunkServer:
         wants = client.wants or client.spares
         if not wants:
             return None
-        chosen = min(wants, key=lambda index: int(served.sent[index]))
+        chosen = min(wants, key=served.sent.__getitem__)
         del wants[chosen]
         return chosen
 
@@ -381,6 +383,10 @@ class ChunkServer:
         )
         self.bytes_served[client.session.peer] += len(piece)
         return len(piece)
+
+
+def _least(sent: list[int], wants: dict[int, None]) -> int:
+    return min([sent[index] for index in wants])
 
 
 def _begun(number: float) -> Order:

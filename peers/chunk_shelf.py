@@ -1,8 +1,10 @@
 """The files whose chunks this node serves: whole ones, and ones still arriving."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from peers.base import PeerId
+from peers.chunk_frames import Mask
 from peers.chunk_layout import FileLayout
 from peers.signal import Signal
 
@@ -18,11 +20,16 @@ class ChunkFile(Protocol):
         """The chunks that are here, in the order in which they came; only ever longer."""
         ...
 
+    @property
+    def held_by(self) -> Mapping[PeerId, Mask]:
+        """What peers said they have of it, for those of whom it is known."""
+        ...
+
     def has(self, index: int) -> bool:
         """Whether the chunk can be read now. Must be quick."""
         ...
 
-    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes | bytearray:
         """At most `size_bytes` of a chunk that is here. Raises `KeyError` if it is not, `OSError`."""
         ...
 

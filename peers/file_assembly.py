@@ -13,8 +13,13 @@ from pathlib import Path
 
 import trio
 
+from peers.base import PeerId
+from peers.chunk_frames import Mask
 from peers.chunk_layout import FileLayout
 from peers.signal import Signal
+
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""Linux: read only what needs no waiting for the disk."""
 
 
 class StoredFile:
@@ -23,6 +28,7 @@ class StoredFile:
     def __init__(self, path: Path, size_bytes: int, chunk_size: int, chunks: Sequence[bytes]) -> None:
         self.path = path
         self.layout = FileLayout(size_bytes, chunk_size, chunks)
+        self.held_by: dict[PeerId, Mask] = {}
 
     @property
     def arrived(self) -> Sequence[int]:
@@ -31,17 +37,16 @@ class StoredFile:
     def has(self, index: int) -> bool:
         return 0 <= index < self.layout.count
 
-    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes | bytearray:
         """At most `size_bytes` of a chunk. Raises `KeyError`, `OSError`."""
+        if not self.has(index):
+            raise KeyError(index)
         start, end = _span(self.layout, index, offset, size_bytes)
-        return await trio.to_thread.run_sync(self._read, start, end)
+        with self.path.open("rb") as file:
+            return await _read(file.fileno(), start, end)
 
     def watch(self, changed: Signal | None) -> None:
         """Nothing comes any more."""
-
-    def _read(self, start: int, end: int) -> bytes:
-        with self.path.open("rb") as file:
-            return _pread(file.fileno(), start, end)
 
 
 class FileAssembly:
@@ -57,6 +62,7 @@ class FileAssembly:
         """Indices of the chunks that are on disk and have been hashed. Read only."""
         self.arrived = sorted(verified)
         """The same in the order in which they came."""
+        self.held_by: dict[PeerId, Mask] = {}
         self._descriptor = descriptor
         self._named = named
         self._open = True
@@ -76,13 +82,13 @@ class FileAssembly:
     def has(self, index: int) -> bool:
         return self._open and index in self.verified
 
-    async def read(self, index: int, offset: int, size_bytes: int) -> bytes:
+    async def read(self, index: int, offset: int, size_bytes: int) -> bytes | bytearray:
         """At most `size_bytes` of a verified chunk. Raises `KeyError`, `OSError`."""
         if not self.has(index):
             raise KeyError(index)
         start, end = _span(self.layout, index, offset, size_bytes)
         with self._using():
-            return await trio.to_thread.run_sync(_pread, self._descriptor, start, end)
+            return await _read(self._descriptor, start, end)
 
     def watch(self, changed: Signal | None) -> None:
         self._changed = changed
@@ -225,6 +231,22 @@ def _span(layout: FileLayout, index: int, offset: int, size_bytes: int) -> tuple
     """Where in the file the asked part of a chunk lies."""
     start = layout.start(index) + offset
     return start, min(start + size_bytes, layout.start(index) + layout.length(index))
+
+
+async def _read(descriptor: int, start: int, end: int) -> bytes | bytearray:
+    """Bytes [start, end) of a file: at once if the system has them in memory, else in a thread."""
+    await trio.lowlevel.checkpoint()
+    if _NOWAIT:
+        data = bytearray(end - start)
+        try:
+            if os.preadv(descriptor, [data], start, _NOWAIT) == len(data):
+                return data
+        except (BlockingIOError, NotImplementedError):
+            pass  # it has to come from the disk
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    return await trio.to_thread.run_sync(_pread, descriptor, start, end)
 
 
 def _pread(descriptor: int, start: int, end: int) -> bytes:

@@ -58,22 +58,29 @@ class NoiseLink:
             found = self._take_whole()
             if found:
                 return found
-            data = await self.socket.receive_some()
+            data = await self.socket.receive_some(self._missing_bytes())
             if not data:
                 return []
             self._received += data if self._reveal is None else self._reveal(data)
+
+    def _missing_bytes(self) -> int:
+        """How much must come before there is a whole message, as far as that is known."""
+        if len(self._received) < _LENGTH.size:
+            return 1
+        (length,) = _LENGTH.unpack_from(self._received)
+        return int(length) + _LENGTH.size - len(self._received)
 
     def _take_whole(self) -> list[bytes]:
         received = self._received
         found: list[bytes] = []
         position = 0
         with memoryview(received) as view:
-            while len(view) - position >= 2:
-                (length,) = _LENGTH.unpack_from(view, position)
-                end = position + 2 + length
+            while len(view) - position >= _LENGTH.size:
+                start = position + _LENGTH.size
+                end = start + _LENGTH.unpack_from(view, position)[0]
                 if end > len(view):
                     break
-                with view[position + 2 : end] as ciphertext:
+                with view[start:end] as ciphertext:
                     try:
                         found.append(self._decrypt(_NONCE.pack(self._opened), ciphertext, None))
                     except InvalidTag:

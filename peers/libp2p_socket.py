@@ -19,6 +19,9 @@ FIRST_BYTE = 0x13
 """Every connection begins with the line "/multistream/1.0.0", whose length is 19."""
 
 READ_AHEAD_BYTES = 256 * 1024
+MAX_LOW_WATER_BYTES = 32 * 1024
+"""What may have come before this process is woken for it."""
+
 UNSENT_BYTES = 16 * 1024
 """What may wait unsent in the kernel: more would only delay control messages behind bulk data."""
 
@@ -41,6 +44,7 @@ class PeerSocket(ReadWriteCloser):
         self._stream = stream
         self._ahead = bytearray()
         self._on_sent = on_sent
+        self._low_water_bytes = 1
         self.sent_bytes = 0
         if _TCP_NOTSENT_LOWAT is not None:
             stream.setsockopt(trio.socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -63,11 +67,19 @@ class PeerSocket(ReadWriteCloser):
         del self._ahead[: len(taken)]
         return taken
 
-    async def receive_some(self) -> bytes:
-        """What is there, empty at the stream's end; not together with `read`."""
+    async def receive_some(self, least_bytes: int) -> bytes:
+        """What is there once so much is there (if that is not very much), empty at the stream's end.
+
+        Being woken for each packet of a large message would cost more than the message. Not together with
+        `read`.
+        """
         if self._ahead:
             taken, self._ahead = bytes(self._ahead), bytearray()
             return taken
+        least_bytes = min(least_bytes, MAX_LOW_WATER_BYTES)
+        if least_bytes != self._low_water_bytes:
+            self._stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVLOWAT, least_bytes)
+            self._low_water_bytes = least_bytes
         try:
             return await self._stream.receive_some(READ_AHEAD_BYTES)
         except trio.BrokenResourceError as error:

@@ -13,14 +13,14 @@ import trio
 
 from peers.libp2p_socket import PeerSocket
 
-QUEUE_S = 0.08
+QUEUE_S = 0.06
 """How much bulk may stand in queues, in seconds of the link's rate: enough to keep the link busy while this
 process waits for the processor."""
 
 LEAST_LIMIT_BYTES = 12 * 1024
 FIRST_LIMIT_BYTES = 128 * 1024
 
-RATE_INTERVAL_S = 0.1
+RATE_INTERVAL_S = 0.25
 RATE_WINDOW_S = 2.0
 """The rate is the best of so many seconds, measured over such intervals."""
 
@@ -99,7 +99,7 @@ class LinkMeter:
             self._round_trip_s = round_trip_s
         elapsed_s = now_s - self._interval_s
         if elapsed_s >= RATE_INTERVAL_S:
-            if elapsed_s < 10 * RATE_INTERVAL_S:
+            if elapsed_s < 4 * RATE_INTERVAL_S:
                 self._rates.append((now_s, self._acked_bytes / elapsed_s))
             self._acked_bytes = 0
             self._interval_s = now_s

@@ -11,7 +11,7 @@ MAX_PIECE_BYTES = 64 * 1024 - 64
 """The largest piece of bulk data: with what is put before it, one yamux frame in one Noise message."""
 
 MIN_PIECE_BYTES = 4 * 1024
-PIECE_S = 0.03
+PIECE_S = 0.05
 """How long the link should need for one piece: control messages wait that long behind it."""
 
 BURST_S = 0.05

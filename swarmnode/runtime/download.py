@@ -35,6 +35,7 @@ async def download_file(
                     providers,
                     assembly.keep,
                     already=set(assembly.verified),
+                    held_by=assembly.held_by,
                     progress=progress,
                 )
                 await assembly.finish()

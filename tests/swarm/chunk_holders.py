@@ -8,6 +8,7 @@ import trio
 
 from peers.base import PeerId
 from peers.chunk_exchange import TransferReport, fetch_chunks
+from peers.chunk_frames import Mask
 from peers.chunk_layout import FileLayout
 from peers.chunk_serving import ChunkServer
 from peers.chunk_shelf import ChunkShelf
@@ -34,6 +35,7 @@ class MemoryFile:
         self.layout = layout
         self.chunks = dict(chunks)
         self.arrived = list(self.chunks)
+        self.held_by: dict[PeerId, Mask] = {}
         self.late_s = late_s
         self.spoils = False
         self.stalls_after: int | None = None
@@ -99,6 +101,7 @@ class Holder(SmallNode):
             providers,
             self.file.keep,
             already=set(self.file.chunks),
+            held_by=self.file.held_by,
             rng=random.Random(self.key),
             **settings,  # type: ignore[arg-type]
         )

@@ -131,6 +131,7 @@ async def test_closing_waits_for_reads_so_that_no_other_file_is_ever_read(tmp_pa
     async with trio.open_nursery() as nursery:
         async with assembly(tmp_path / "model") as file:
             await file.write(0, CHUNKS[0])
+            monkeypatch.setattr(module, "_NOWAIT", 0)
             monkeypatch.setattr(module, "_pread", slow)
 
             async def read():

@@ -112,7 +112,7 @@ def test_pieces_fit_the_link():
     rate[0] = 1e9
     assert uplink.piece_bytes() == MAX_PIECE_BYTES
     rate[0] = 1_000_000.0
-    assert uplink.piece_bytes() == 30_000
+    assert uplink.piece_bytes() == 50_000
     rate[0] = 1_000.0
     assert uplink.piece_bytes() == MIN_PIECE_BYTES
-    assert Uplink(lambda taken: 0.0, RateLimit(1_000_000.0)).piece_bytes() == 30_000
+    assert Uplink(lambda taken: 0.0, RateLimit(1_000_000.0)).piece_bytes() == 50_000
