@@ -85,6 +85,6 @@ def test_every_child_may_die_at_any_time(tmp_path: Path) -> None:
         ledger = sqlite3.connect(swarm.nodes["learner"].node.directory.store_path)
         rows = ledger.execute("SELECT consumed_version FROM groups WHERE state = 'consumed'").fetchall()
         per_version = Counter(version for (version,) in rows)
-        # The learner was killed twice: a version published and not yet checkpointed leaves its number unused.
-        assert len(set(range(1, max(per_version) + 1)) - set(per_version)) <= 2
+        # Each death of the learner may leave two numbers without a batch (see test_fleet.py); it died twice.
+        assert len(set(range(1, max(per_version) + 1)) - set(per_version)) <= 4
         assert set(per_version.values()) == {LOCAL_GROUPS}
