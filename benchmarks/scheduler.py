@@ -38,7 +38,8 @@ EXAMPLE_SPLIT = 3.0
 """GPUs that generate for each one that trains, where costs are compared: an assumption."""
 CHURN_PER_HOUR = 0.20
 OTHER_POLICIES = ("everyone", "cheapest", "cheapest_per_group", "random")
-OVERBUYS = tuple(1.0 + 0.05 * step for step in range(15))
+OVERBUY = (0.85, 1.65)
+OVERBUY_TOLERANCE = 0.0125
 
 
 def main() -> None:
@@ -134,13 +135,22 @@ def _policies(seeds: range, hours: float) -> dict[str, Any]:
     outcomes: dict[str, Any] = {"plan": _mean_outcome(plan)}
     _progress(f"policies, plan: {outcomes['plan']}")
     for policy in OTHER_POLICIES:
-        for overbuy in (1.0,) if policy == "everyone" else OVERBUYS:
-            runs = [policy_outcome(policy, overbuy, seed, hours, CHURN_PER_HOUR) for seed in seeds]
-            outcomes[policy] = _mean_outcome(runs)
-            _progress(f"policies, {policy} at {overbuy:.2f}: {outcomes[policy]}")
-            if _mean(runs, "utilization") >= target:
-                break
+        low, high = (1.0, 1.0) if policy == "everyone" else OVERBUY
+        outcomes[policy] = _bought(policy, high, seeds, hours)
+        while high - low > OVERBUY_TOLERANCE:
+            middle = (low + high) / 2
+            tried = _bought(policy, middle, seeds, hours)
+            if tried["utilization"] >= target:
+                high, outcomes[policy] = middle, tried
+            else:
+                low = middle
     return {"churn_per_hour": CHURN_PER_HOUR, "hours": hours, "target": target, "outcomes": outcomes}
+
+
+def _bought(policy: str, overbuy: float, seeds: range, hours: float) -> dict[str, float]:
+    outcome = _mean_outcome([policy_outcome(policy, overbuy, seed, hours, CHURN_PER_HOUR) for seed in seeds])
+    _progress(f"policies, {policy} at {overbuy:.3f}: {outcome}")
+    return outcome
 
 
 def _size() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from swarmnode.scheduler.capacity import (
     Timing,
     expected_utilization,
     pacing_batches_needed,
+    start_window,
 )
 from swarmnode.simulator.scenario import Scenario, parse_scenario
 
@@ -20,6 +21,9 @@ MOST_SPREAD = 0.4
 """Deviation of a group's time, relative, at most."""
 LONGEST_BROADCAST = 0.6
 """Of a cycle, at most."""
+LEAST_WINDOW = 0.55
+"""Share of a cycle in which groups may start: below a half `swarmnode plan` says that predictions are
+optimistic."""
 LEAST_SHARE, SLOWER = 0.5, 1.1
 """Of a worker's time that may be counted, even if groups took a tenth longer: below that a person would heed
 the advice and change S or κ, as too much hangs by a hair."""
@@ -104,6 +108,8 @@ def _draw(seed: int, rng: random.Random) -> Setting | None:
     demand = Demand(batch, train_s, staleness, kappa, form)  # type: ignore[arg-type]
     fleet = Fleet([timing])
     share = float(fleet.sufficient_shares(demand)[0])
+    if start_window(demand, timing) < LEAST_WINDOW:
+        return None
     slower = replace(timing, latency_s=SLOWER * timing.latency_s)
     if float(Fleet([slower]).sufficient_shares(demand)[0]) < LEAST_SHARE:
         return None

@@ -81,10 +81,10 @@ class CreditBook:
         self._look_at(worker, account, now)
         return max(0, account.allowance - account.outstanding)
 
-    def outstanding_of(self, worker: bytes) -> int:
-        """Groups granted to one worker, not received, and still expected when it was last looked at."""
+    def undelivered(self, worker: bytes) -> int:
+        """Groups granted to one worker that have not come, those that nobody expects any more included."""
         account = self._accounts.get(worker)
-        return 0 if account is None else account.outstanding
+        return 0 if account is None else len(account.granted)
 
     def grant(self, worker: bytes, count: int, now: float) -> None:
         """Note a grant."""

@@ -14,10 +14,14 @@ from swarmnode.scheduler.capacity import (
     default_publish_every,
     fleet_period_s,
     pacing_batches_needed,
+    start_window,
 )
 
 MOST_STALENESS = 10_000
 """As far as `RunSpec.max_staleness` goes; advice looks no further."""
+
+NARROW = 0.5
+"""Share of a cycle for starts below which a person is told."""
 
 BOUNDS_TRIED = 17
 """Advice for workers that nearly suffice looks so far above the bound, at every κ."""
@@ -96,12 +100,26 @@ def _advice(demand: Demand, fleet: Fleet, offered: float, required: float) -> tu
         missing = required - offered
         advice.append(Advice("workers", f"{_per_min(missing)} of more workers like these", missing))
         advice += _ways_to_less(demand, fleet, offered)
+    elif _narrow(demand, fleet):
+        text = "a larger S or a smaller κ: groups may start in less than half of a cycle, and predictions are"
+        advice.append(Advice("max_staleness", f"{text} optimistic then"))
     latency = fleet.mean(fleet.latency_s)
     needed = pacing_batches_needed(demand, latency, fleet.mean(fleet.shares(demand)))
     if demand.pacing_batches is not None and demand.pacing_batches < needed:
         text = f"groups take {latency:.1f} s, and only {demand.pacing_batches} batches may exist"
         advice.append(Advice("pacing_batches", f"pacing_batches = {needed}: {text}", needed))
     return tuple(advice)
+
+
+def _narrow(demand: Demand, fleet: Fleet) -> bool:
+    """Whether a worker that is like the mean of them has little time to start groups in."""
+    mean = Timing(
+        1.0,
+        fleet.mean(fleet.broadcast_s),
+        fleet.mean(fleet.latency_s),
+        fleet.mean(fleet.latency_deviation_s),
+    )
+    return start_window(demand, mean) < NARROW
 
 
 def _ways_to_feasible(demand: Demand, fleet: Fleet) -> list[Advice]:

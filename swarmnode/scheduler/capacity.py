@@ -34,6 +34,9 @@ SLOWEST_IN_DEVIATIONS = 1.5
 """A group may start if it would still count though it were slower than the mean by so many deviations: more
 makes workers idle before each new version, less makes more groups too late."""
 
+MOST_RESTARTS = 6
+"""Of a place within a version: counted one by one up to here, as a line beyond."""
+
 DRY_ALLOWED = 0.04
 """Of a cycle: so long may the learner wait for the first batch of a version before more workers are demanded
 for that."""
@@ -120,20 +123,38 @@ def admissible_shares(
     mean_start = _last_consumed(demand, period, stands_still) - latency_s
     last_start = np.minimum(turns_away, mean_start - SLOWEST_IN_DEVIATIONS * latency_deviation_s)
     starts = last_start - broadcast_s
-    # From the last start until the next version nothing that counts can start. Groups in hand run on, half of
-    # their time on average, more if they all began together a short time before.
+    # From the last start until the next version nothing that counts can start, and groups in hand run on.
     barred = turns_away - last_start
-    runs_on = np.maximum(latency_s / 2, latency_s - starts / 2)
-    idle = np.where(
-        barred >= runs_on * 2,
-        barred - runs_on,
-        np.minimum(barred**2 / np.maximum(4 * runs_on, 1e-12), barred),
-    )
+    idle = _idle_s(starts, barred, latency_s, latency_deviation_s)
     late = _late_share(mean_start - last_start, starts, latency_deviation_s)
     share = (1 - late) * (cycle - stands_still - idle) / cycle
     # However much is overlapped, a worker that needs longer than a cycle for a version falls ever further
     # behind.
     return np.where((broadcast_s >= cycle) | (starts <= 0), 0.0, np.clip(share, 0.0, 1.0))
+
+
+def _idle_s(starts_s: Floats, barred_s: Floats, latency_s: Floats, deviation_s: Floats) -> Floats:
+    """How long a place for a group is empty in a cycle of `starts_s` and `barred_s`.
+
+    Barred for less than a group takes: groups end evenly over their time, or later if all began a short time
+    before. Barred for longer, all places are empty at a new version: each takes one group at once, and
+    another whenever one ends while starts count.
+    """
+    latency_s = np.maximum(latency_s, 1e-9 * np.maximum(np.abs(starts_s) + barred_s, 1e-9))
+    runs_on = np.maximum(latency_s / 2, latency_s - starts_s / 2)
+    between = np.minimum(barred_s, barred_s**2 / (4 * runs_on))
+    groups = 1 + _restarts(starts_s, latency_s, deviation_s)
+    return np.where(barred_s < latency_s, between, np.maximum(0.0, starts_s + barred_s - latency_s * groups))
+
+
+def _restarts(starts_s: Floats, latency_s: Floats, deviation_s: Floats) -> Floats:
+    """How often, on average, a place that takes a group at once takes another in `starts_s` (renewals)."""
+    ratio = np.maximum(starts_s, 0.0) / latency_s
+    spread = np.maximum(deviation_s / latency_s, 1e-6)
+    few = np.zeros_like(ratio)
+    for count in range(1, MOST_RESTARTS + 4):
+        few += ndtr((ratio - count) / (spread * math.sqrt(count)))
+    return np.where(ratio > MOST_RESTARTS, ratio - 0.5 + spread**2 / 2, few)
 
 
 def _last_consumed(demand: Demand, period_s: float, stands_still: Floats) -> Floats:
@@ -179,7 +200,7 @@ def sufficient_shares(
     # A batch in `room_s` asks for more than the admissible share does; then there is capacity to spare,
     # workers
     # wait for the version with empty hands for a part of the cycle, and begin all their groups at once.
-    barred_s = _barred_s(demand, broadcast_s, latency_s, latency_deviation_s)
+    barred_s = np.minimum(_barred_s(demand, broadcast_s, latency_s, latency_deviation_s), latency_s)
     busy = (room_s + barred_s / 2) / demand.train_s
     waiting = (room_s + (barred_s + cycle_s) / 2) / (
         demand.train_s + cycle_s / (2 * np.maximum(shares, 1e-9))
@@ -189,17 +210,32 @@ def sufficient_shares(
 
 
 def _barred_s(demand: Demand, broadcast_s: Floats, latency_s: Floats, latency_deviation_s: Floats) -> Floats:
-    """How long before a new version is there nothing may start that could still be consumed; a latency at
-    most."""
+    """How long before a new version is there nothing may start that could still be consumed."""
     stands_still = broadcast_s if demand.form == "conservative" else np.zeros_like(broadcast_s)
     slowest_s = latency_s + SLOWEST_IN_DEVIATIONS * latency_deviation_s
     last_start = _last_consumed(demand, demand.train_s, stands_still) - slowest_s
-    return np.clip(demand.kappa * demand.train_s + broadcast_s - stands_still - last_start, 0.0, latency_s)
+    return np.maximum(demand.kappa * demand.train_s + broadcast_s - stands_still - last_start, 0.0)
 
 
 def _must_be_there_s(demand: Demand) -> float:
     """From a version's publication until the first update that cannot consume the one before."""
     return (demand.max_staleness + 1 - demand.kappa) * demand.train_s
+
+
+def start_window(demand: Demand, timing: Timing) -> float:
+    """The share of a cycle in which groups may start that still count.
+
+    Below a half much hangs on when groups begin and end, and the model, which reckons with means, is
+    optimistic.
+    """
+    stands_still = timing.broadcast_s if demand.form == "conservative" else 0.0
+    barred_s = float(_barred_s(demand, *(np.array([value]) for value in _times(timing)))[0])
+    cycle_s = demand.kappa * demand.train_s
+    return max(0.0, cycle_s - stands_still - barred_s) / cycle_s
+
+
+def _times(timing: Timing) -> tuple[float, float, float]:
+    return timing.broadcast_s, timing.latency_s, timing.latency_deviation_s
 
 
 class Fleet:

@@ -6,6 +6,7 @@ number of groups that it works on at once over the time that one takes (Little's
 worker that is short of credit too.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -23,6 +24,10 @@ RATE_MEMORY_S, LONGEST_RATE_MEMORY_S = 1800.0, 6 * 3600.0
 RATE_MEMORY_GROUPS = 100.0
 """A worker's rate is that of about its last half hour of full work, or of so many groups if they take longer:
 a rate of few groups is mostly chance, and plans would follow that."""
+KIND_MEMORY = 1_000.0
+"""Groups of a kind of worker that count for how long its groups take."""
+KIND_WORTH_GROUPS = 10.0
+"""What is known of a worker's kind counts like this many groups of its own."""
 DEPARTURES_PRIOR_PER_S = 0.05 / 3600
 """Believed of a kind of worker before any was seen: one in twenty leaves within an hour."""
 
@@ -32,6 +37,7 @@ class WorkerMeasurements:
     """One worker's streams."""
 
     kind: str
+    claimed_groups_per_s: float
     rate: EventRate
     latency_s: MovingMean = field(default_factory=MovingMean)
     broadcast_s: MovingMean = field(default_factory=MovingMean)
@@ -44,6 +50,10 @@ class WorkerMeasurements:
     those that are done and still on their way when it asks."""
 
 
+def _of_many() -> MovingMean:
+    return MovingMean(KIND_MEMORY)
+
+
 @dataclass
 class _Kind:
     """Workers expected to leave alike (rented by bid, a volunteer's machine, a cluster's node)."""
@@ -52,6 +62,10 @@ class _Kind:
     past_s: float = 0.0
     present: int = 0
     since_sum_s: float = 0.0
+    latency: MovingMean = field(default_factory=_of_many)
+    """Over what the worker's claimed rate would give."""
+    latency_variance: MovingMean = field(default_factory=_of_many)
+    """Relative to a worker's own mean."""
 
     def rate(self, now: float) -> EventRate:
         rate = EventRate(DEPARTURES_PRIOR_PER_S)
@@ -83,6 +97,7 @@ class Measurements:
             memory_s = max(RATE_MEMORY_S, RATE_MEMORY_GROUPS / max(claimed_groups_per_s, 1e-9))
             known = WorkerMeasurements(
                 kind if kind in self._kinds or len(self._kinds) < MAX_KINDS else "other",
+                claimed_groups_per_s,
                 EventRate(
                     claimed_groups_per_s,
                     prior_events=CLAIM_WORTH_GROUPS,
@@ -125,9 +140,13 @@ class Measurements:
         known = self._workers.get(worker)
         if known is None or latency_s < 0:
             return
+        kind, mean, count = self._kinds[known.kind], known.latency_s.value, known.latency_s.samples
+        if count >= 2 and mean > 0:
+            kind.latency_variance.add(((latency_s - mean) / mean) ** 2 * count / (count + 1))
         known.latency_s.add(latency_s)
         if known.at_once is not None:
             known.rate.add(1.0, latency_s / known.at_once)
+            kind.latency.add(latency_s * known.claimed_groups_per_s / known.at_once)
 
     def completion(self, family: str, tokens: int) -> None:
         """A completion of a task family has this many tokens."""
@@ -186,14 +205,31 @@ class Measurements:
         known = self._workers.get(worker)
         if known is None:
             return otherwise
+        latency_s, deviation_s = self._latency(known, otherwise)
         return Timing(
             groups_per_s=known.rate.value,
             broadcast_s=known.broadcast_s.value if known.broadcast_s else otherwise.broadcast_s,
-            latency_s=known.latency_s.value if known.latency_s else otherwise.latency_s,
-            latency_deviation_s=(
-                known.latency_s.deviation if known.latency_s else otherwise.latency_deviation_s
-            ),
+            latency_s=latency_s,
+            latency_deviation_s=deviation_s,
         )
+
+    def _latency(self, known: WorkerMeasurements, otherwise: Timing) -> tuple[float, float]:
+        """Mean and deviation: the worker's own, drawn towards its kind's while they rest on few groups.
+
+        A plan would else choose those whose few groups happened to be short.
+        """
+        kind = self._kinds[known.kind]
+        if not kind.latency or known.at_once is None or known.claimed_groups_per_s <= 0:
+            own = known.latency_s
+            return (own.value, own.deviation) if own else (otherwise.latency_s, otherwise.latency_deviation_s)
+        alike_s = kind.latency.value * known.at_once / known.claimed_groups_per_s
+        count = known.latency_s.samples
+        latency_s = (count * known.latency_s.value + KIND_WORTH_GROUPS * alike_s) / (
+            count + KIND_WORTH_GROUPS
+        )
+        if not kind.latency_variance:
+            return latency_s, otherwise.latency_deviation_s
+        return latency_s, math.sqrt(kind.latency_variance.value) * latency_s
 
     def tokens_per_completion(self, mix: dict[str, float]) -> float | None:
         """Mean length under a task mix of weights; None if a family of it was never seen.

@@ -107,7 +107,7 @@ class SimLearner:
             self.version - version, self._demand.max_staleness, self._demand.train_s, training_for_s
         )
         room = self.credits.room(worker.key, now)
-        outstanding = self.credits.outstanding_of(worker.key)
+        outstanding = self.credits.undelivered(worker.key)
         self._measured.credit_asked(worker.key, wanted=wanted, outstanding=outstanding)
         limit = worker_limit(self._pace(worker), left_s, outstanding)
         grant = grant_credit(state, version, min(wanted, room, limit))

@@ -16,6 +16,7 @@ from swarmnode.scheduler.capacity import (
     expected_utilization,
     pacing_batches_needed,
     required_rate,
+    start_window,
     update_period_s,
 )
 
@@ -89,12 +90,14 @@ def test_a_long_way_back_costs_part_of_the_end_of_each_cycle(
 def test_groups_of_varying_length_must_start_a_deviation_earlier() -> None:
     demand = Demand(16, 10.0, 6)
     steady, varying = Timing(1.0, 10.0, 20.0), Timing(1.0, 10.0, 14.0, latency_deviation_s=4.0)
-    # The last start is the same, 20 s after the first; then groups in hand run on for 14 s at most instead of
-    # 20.
-    # The mean of what a normal number exceeds 1.5 by is 0.0293: so many deviations' worth of starts are late.
-    assert admissible_share(demand, steady) == pytest.approx((40 - (20 - 20 / 2)) / 50)
+    # The last start is the same, 20 s after the first, and all begin together: of those of 20 s half get a
+    # second
+    # group, of those of 14 ± 4 s P(Z < 1.5), and P(Z < −1.41) a third: 2.0126 groups. The mean of what a
+    # normal
+    # number exceeds 1.5 by is 0.0293: so many deviations' worth of starts are late.
+    assert admissible_share(demand, steady) == pytest.approx(20 * 1.5 / 50)
     assert admissible_share(demand, varying) == pytest.approx(
-        (40 - (20 - 14 / 2)) / 50 * (1 - 0.02931 * 4 / 20), rel=1e-4
+        14 * 2.0126 / 50 * (1 - 0.02931 * 4 / 20), rel=1e-4
     )
 
 
@@ -162,6 +165,15 @@ def test_advice_when_workers_are_missing_says_how_many_and_what_else_would_do() 
     assert advice["max_staleness"] == 9
     # B ≤ 20 s is enough: 100 − 80.
     assert advice["bandwidth"] == pytest.approx(1.5)
+
+
+def test_a_narrow_window_for_starts_is_said() -> None:
+    # S = 2, κ = 1, T = 10 s: the last update begins at 20; started before 20 − 12 − 1.5 · 2, after 1 s.
+    timing = Timing(1000.0, 1.0, 12.0, 2.0)
+    assert start_window(Demand(16, 10.0, 2, form="overlapped"), timing) == pytest.approx((20 - 15 - 1) / 10)
+    knobs = [one.knob for one in assess(Demand(16, 10.0, 2, form="overlapped"), [timing]).advice]
+    assert knobs == ["max_staleness"]
+    assert start_window(Demand(16, 10.0, 4, 1, "overlapped"), timing) == 1.0
 
 
 def test_pacing_must_allow_what_is_being_made() -> None:
