@@ -3,7 +3,6 @@
 What to ask of whom is `peers.chunk_plan`'s; here are the sessions with the peers, and their end.
 """
 
-import hashlib
 import logging
 import random
 from collections import Counter
@@ -13,16 +12,12 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peers.base import PeerId, Session, TransportError
+from peers.base import PeerId, TransportError
 from peers.chunk_frames import (
-    CANCEL,
     LACK,
-    MAX_INDICES,
     MAX_MESSAGE_BYTES,
     OPENING,
     REFUSAL,
-    SPARE,
-    WANT,
     BadFrame,
     Have,
     Holdings,
@@ -31,14 +26,13 @@ from peers.chunk_frames import (
     Piece,
     Sealed,
     decode,
-    encode_have,
-    encode_indices,
     encode_sealed,
 )
 from peers.chunk_layout import FileLayout
+from peers.chunk_link import Arriving, ChunkLink
 from peers.chunk_plan import ChunkPlan, Step, Withdrawal
 from peers.chunk_serving import CHUNK_PROTOCOL
-from peers.signal import Signal
+from peers.signal import first_cause
 from peers.swarm import Swarm
 from protocol.identity import node_name
 from protocol.messages import ChunkSession, Refusal
@@ -47,7 +41,7 @@ from protocol.refusals import RefusalReason, Refused
 log = logging.getLogger(__name__)
 
 GIVE_UP_S = 120.0
-MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
+MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 """Chunks asked for and not yet written away: bounds the memory of a download."""
 
 MAX_NEIGHBOURS = 32
@@ -135,15 +129,6 @@ async def fetch_chunks(
 
 
 @dataclass
-class _Arriving:
-    """A chunk that comes piece by piece."""
-
-    data: bytearray
-    digest: "hashlib._Hash"
-    size: int = 0
-
-
-@dataclass
 class _Provider:
     """What is remembered of a peer between its sessions."""
 
@@ -154,18 +139,6 @@ class _Provider:
     trouble: str = ""
     since_s: float = 0.0
     brought_s: float = 0.0
-
-
-class _Link:
-    """One session as the download uses it: what is to be said, and chunks in the middle of coming."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.to_say: list[Step] = []
-        self.to_report: list[int] | None = None
-        """Chunks that came since the peer, who gives, was told; None: it does not give."""
-        self.saying = Signal()
-        self.arriving: dict[int, _Arriving] = {}
 
 
 class _Transfer:
@@ -198,11 +171,11 @@ class _Transfer:
         self._give_up_s = give_up_s
         self._progress = progress
         self._rng = rng
-        self._done = ~self._plan.missing
-        self._done_chunks = len(already)
+        self._done = sorted(already)
+        """Chunks that are here, in the order in which they came."""
         self._done_bytes = sum(sizes[index] for index in already)
         self._providers: dict[PeerId, _Provider] = {}
-        self._links: dict[PeerId, _Link] = {}
+        self._links: dict[PeerId, ChunkLink] = {}
         self._nursery: trio.Nursery
         self._last_arrival_s = 0.0
         self._wake = trio.Event()
@@ -221,7 +194,7 @@ class _Transfer:
 
     async def _coordinate(self, nursery: trio.Nursery) -> None:
         look_s = 0.0
-        while self._done_chunks < self._layout.count and self._failure is None:
+        while len(self._done) < self._layout.count and self._failure is None:
             self._wake = trio.Event()
             now_s = trio.current_time()
             if now_s - self._last_arrival_s >= self._give_up_s:
@@ -278,8 +251,9 @@ class _Transfer:
                 await self._talk(peer)
                 return
         except* (TransportError, Refused) as group:
-            provider.trouble = str(_first(group))
+            provider.trouble = str(first_cause(group))
             provider.failures += 1
+            self.report.failures[peer] += 1
             delay_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(provider.failures - 1, 20))
             provider.retry_s = trio.current_time() + delay_s * self._rng.uniform(0.5, 1.0)
         finally:
@@ -292,11 +266,11 @@ class _Transfer:
         try:
             opening = self._swarm.seal(ChunkSession(file=self._layout.name))
             await session.send(encode_sealed(OPENING, opening))
-            self._links[peer] = link = _Link(session)
+            self._links[peer] = link = ChunkLink(session)
             self._plan.join(peer, session.round_trip_s)
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._speak, link)
+                    nursery.start_soon(link.speak, self._done)
                     await self._listen(peer, link)
             finally:
                 del self._links[peer]
@@ -310,25 +284,11 @@ class _Transfer:
     def _say(self, step: Step) -> None:
         link = self._links.get(step.peer)
         if link is not None:
-            link.to_say.append(step)
-            link.saying.set()
-
-    async def _speak(self, link: _Link) -> None:
-        while True:
-            if link.to_report:
-                indices, link.to_report = link.to_report[:MAX_INDICES], link.to_report[MAX_INDICES:]
-                await link.session.send(encode_have(indices, 0))
-            elif link.to_say:
-                kind = _kind(link.to_say[0])
-                run = next((i for i, step in enumerate(link.to_say) if _kind(step) != kind), None)
-                steps, link.to_say = link.to_say[:run], link.to_say[run:] if run is not None else []
-                await link.session.send(encode_indices(kind, [step.index for step in steps]))
-            else:
-                await link.saying.wait()
+            link.say(step)
 
     # What is heard.
 
-    async def _listen(self, peer: PeerId, link: _Link) -> None:
+    async def _listen(self, peer: PeerId, link: ChunkLink) -> None:
         """Until the session ends. Raises `Refused` when the peer refused, `TransportError`."""
         while True:
             message = await link.session.receive()
@@ -354,23 +314,20 @@ class _Transfer:
                 raise self._broken(peer, "a message that only a downloader sends")
             self._wake.set()
 
-    def _heard_holdings(self, peer: PeerId, link: _Link, frame: Holdings) -> None:
+    def _heard_holdings(self, peer: PeerId, link: ChunkLink, frame: Holdings) -> None:
         self._plan.heard_holdings(peer, frame.held, frame.giving)
         self._held_by[peer] = frame.held
-        if not frame.giving:
-            link.to_report = None
-        elif link.to_report is None:
-            link.to_report = [int(index) for index in self._done.nonzero()[0]]
-            link.saying.set()
+        link.giving = frame.giving
+        link.changed.set()
 
-    async def _heard_piece(self, peer: PeerId, link: _Link, piece: Piece) -> None:
+    async def _heard_piece(self, peer: PeerId, link: ChunkLink, piece: Piece) -> None:
         now_s = trio.current_time()
         self._plan.heard_load(peer, piece.load, now_s)
         size = self._layout.length(piece.index)
         if piece.offset == 0:
             withdrawals = self._plan.begun(peer, piece.index, now_s)
             if withdrawals is not None:
-                link.arriving[piece.index] = _Arriving(bytearray(size), hashlib.sha256())
+                link.arriving[piece.index] = Arriving(size)
                 for withdrawal in withdrawals:
                     self._withdraw(withdrawal)
         arriving = link.arriving.get(piece.index)
@@ -380,15 +337,11 @@ class _Transfer:
             # time, and the transport's flow control bounds what it costs here.
             self.report.wasted_bytes += len(piece.data)
             return
-        end = piece.offset + len(piece.data)
-        if piece.offset != arriving.size or end > size:
+        if not arriving.take(piece.offset, piece.data):
             raise self._broken(peer, f"pieces of chunk {piece.index} that do not fit together")
-        arriving.data[piece.offset : end] = piece.data
-        arriving.digest.update(piece.data)
-        arriving.size = end
         self._last_arrival_s = now_s
         self._plan.received(peer, piece.index, len(piece.data), now_s)
-        if end == size:
+        if arriving.is_whole:
             del link.arriving[piece.index]
             self._arrived(peer, piece.index, arriving)
 
@@ -400,9 +353,9 @@ class _Transfer:
                 self.report.wasted_bytes += arriving.size
             self._say(withdrawal)
 
-    def _arrived(self, peer: PeerId, index: int, arriving: _Arriving) -> None:
+    def _arrived(self, peer: PeerId, index: int, arriving: Arriving) -> None:
         now_s = trio.current_time()
-        if arriving.digest.digest() != self._layout.chunks[index]:
+        if arriving.digest() != self._layout.chunks[index]:
             detail = f"chunk {index} ({self._layout.chunks[index].hex()[:12]}) has another hash"
             log.warning("%s: %s; it is not asked again in this transfer", node_name(peer), detail)
             self._swarm.refuse(peer, RefusalReason.WRONG_HASH, detail)
@@ -421,7 +374,7 @@ class _Transfer:
         self._wake.set()
         self._nursery.start_soon(self._keep, index, arriving)
 
-    async def _keep(self, index: int, arriving: _Arriving) -> None:
+    async def _keep(self, index: int, arriving: Arriving) -> None:
         try:
             await self._sink(index, arriving.data)
         except Exception as error:  # kept to be raised by run(), outside the nursery
@@ -429,13 +382,11 @@ class _Transfer:
             self._wake.set()
             return
         self._plan.kept(index)
-        self._done[index] = True
-        self._done_chunks += 1
+        self._done.append(index)
         self._done_bytes += arriving.size
         for link in self._links.values():
-            if link.to_report is not None:
-                link.to_report.append(index)
-                link.saying.set()
+            if link.giving:
+                link.changed.set()
         self._tell_progress()
         self._wake.set()
 
@@ -449,12 +400,12 @@ class _Transfer:
         if self._progress is not None:
             self._progress(
                 TransferProgress(
-                    self._done_chunks, self._layout.count, self._done_bytes, self._layout.size_bytes
+                    len(self._done), self._layout.count, self._done_bytes, self._layout.size_bytes
                 )
             )
 
     def _explain(self, now_s: float) -> str:
-        missing = self._layout.count - self._done_chunks
+        missing = self._layout.count - len(self._done)
         connected = self._swarm.transport.connected_peers()
         troubles: list[str] = []
         for peer in dict.fromkeys([*self._providers, *self._list_providers()]):
@@ -467,16 +418,3 @@ class _Transfer:
         text = f"{missing} of {self._layout.count} chunks are missing and none came for "
         text += f"{now_s - self._last_arrival_s:.0f} s; "
         return text + ("; ".join(troubles[:8]) if troubles else "no peer is known to have them")
-
-
-def _kind(step: Step) -> int:
-    if isinstance(step, Withdrawal):
-        return CANCEL
-    return SPARE if step.spare else WANT
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -47,10 +47,12 @@ class Giving:
         rng.shuffle(self._fresh)
 
     def join(self, client: Hashable) -> None:
-        self._clients[client] = _Client(np.zeros(self._count, dtype=np.bool_))
+        """A downloader is here, perhaps again."""
+        if client not in self._clients:
+            self._clients[client] = _Client(np.zeros(self._count, dtype=np.bool_))
 
     def leave(self, client: Hashable) -> None:
-        """What only this client was given can be given again."""
+        """The downloader is gone with all it had: what only it was given can be given again."""
         state = self._clients.pop(client)
         self._copies[state.has] -= 1
         for index in state.unspread:

@@ -8,19 +8,13 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from peers.base import PeerId
 from peers.chunk_frames import ANY, Mask
-
-BUSY_LOAD = 2
-"""A peer for which so many chunks wait has enough to do: one request of ours is open with it, else two, so
-that it need not wait for us."""
-
-MAX_WINDOW = 16
-"""Requests open with one peer where a round trip takes as long as many chunks."""
+from peers.chunk_neighbour import Asked, Neighbour
 
 RELIEF_EVERY_S = 0.1
 """How often it is looked whether peers with a place can help with what waits at others."""
@@ -40,70 +34,6 @@ ASK_AGAIN_S = 1.0
 
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-
-_WEIGHT = 0.3
-"""Of the newest measurement in a moving average."""
-
-
-@dataclass
-class Asked:
-    """One chunk asked of one peer."""
-
-    asked_s: float
-    ahead: float = 0.0
-    """How many chunks were expected to wait before it."""
-    spare: bool = False
-    first_piece_s: float | None = None
-    first_piece_bytes: int = 0
-    received_bytes: int = 0
-
-
-@dataclass(eq=False)
-class Neighbour:
-    """What a download knows of one peer."""
-
-    peer: PeerId
-    round_trip_s: float = 0.0
-    held: Mask | None = None
-    giving: bool = False
-    asked: dict[int, Asked] = field(default_factory=dict)
-    any_asked: list[float] = field(default_factory=list)
-    """When chunks of its own choice were asked for that have not begun to come."""
-    latency_s: float | None = None
-    """How long it takes from asking for a chunk to having it, lately."""
-    service_s: float | None = None
-    """How long it takes to send a chunk."""
-    load: int = 0
-    load_s: float = -math.inf
-    """How many chunks waited at it, as it said, and when."""
-    interval_s: float | None = None
-    """How often it brings a chunk while it is asked for more."""
-    heard_s: float = -math.inf
-    """When it last brought a piece, or was asked for the first of what is open."""
-    finished_s: float = -math.inf
-    ready_s: float = -math.inf
-    failures: int = 0
-    gives_at_s: float = -math.inf
-    """When it may be asked for chunks of its choice again, having had none for us."""
-
-    @property
-    def open(self) -> int:
-        return len(self.asked) + len(self.any_asked)
-
-    def waiting(self, now_s: float) -> float:
-        """How many chunks are expected to wait at it now."""
-        if self.service_s is None:
-            return float(self.load)
-        return max(0.0, self.load - (now_s - self.load_s) / max(self.service_s, 1e-3))
-
-    def window(self, now_s: float) -> int:
-        """How many requests may be open with it."""
-        if self.failures:
-            return 1
-        least = 1 if self.waiting(now_s) >= BUSY_LOAD else 2
-        if self.interval_s is None:
-            return least
-        return min(MAX_WINDOW, least + int(self.round_trip_s / max(self.interval_s, 1e-3)))
 
 
 @dataclass(frozen=True)
@@ -257,14 +187,7 @@ class ChunkPlan:
         """All of a chunk came and it is the right one. Others need not bring it any more."""
         neighbour = self.neighbours[peer]
         asked = neighbour.asked[index]
-        took_s = now_s - asked.asked_s
-        neighbour.latency_s = _average(neighbour.latency_s, took_s)
-        self._learn_service(neighbour, asked, index, now_s)
-        neighbour.interval_s = _average(
-            neighbour.interval_s, now_s - max(neighbour.finished_s, asked.asked_s)
-        )
-        neighbour.finished_s = now_s
-        neighbour.failures = 0
+        neighbour.brought(asked, self._sizes[index], now_s)
         self.missing[index] = self._free[index] = False
         self.keeping_bytes += self._sizes[index]
         others = [other for other in self._askers[index] if other is not neighbour]
@@ -274,20 +197,6 @@ class ChunkPlan:
     def kept(self, index: int) -> None:
         """A chunk that arrived takes no memory any more."""
         self.keeping_bytes -= self._sizes[index]
-
-    def _learn_service(self, neighbour: Neighbour, asked: Asked, index: int, now_s: float) -> None:
-        """Measure how long the peer needs to send a chunk: from its first piece on, it too in proportion."""
-        assert asked.first_piece_s is not None
-        size = self._sizes[index]
-        after_first = size - asked.first_piece_bytes
-        if after_first > 0:
-            took_s = (now_s - asked.first_piece_s) * size / after_first
-            neighbour.service_s = _average(neighbour.service_s, took_s)
-            return
-        # In one piece: that includes the wait for chunks that went to others, so only the best tells much.
-        took_s = now_s - max(neighbour.finished_s, asked.asked_s)
-        weight = 1.0 if neighbour.service_s is None or took_s < neighbour.service_s else 0.02
-        neighbour.service_s = _average(neighbour.service_s, took_s, weight)
 
     def spoiled(self, peer: PeerId, index: int) -> None:
         """All of a chunk came and it is a wrong one."""
@@ -487,7 +396,3 @@ class ChunkPlan:
             self._close(neighbour, index)
         self.in_flight_bytes -= self._any_bytes * len(neighbour.any_asked)
         neighbour.any_asked.clear()
-
-
-def _average(old: float | None, new: float, weight: float = _WEIGHT) -> float:
-    return new if old is None else old + weight * (new - old)

@@ -6,16 +6,17 @@ whole chunks one after the other reach somebody who can pass them on sooner than
 """
 
 import itertools
-import logging
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import trio
 
 from peers.base import PeerId, Session, SessionEnded
+from peers.chunk_client import Client, Sending, ServedFile
 from peers.chunk_frames import (
     ANY,
     CANCEL,
@@ -40,14 +41,11 @@ from peers.chunk_frames import (
 )
 from peers.chunk_giving import Giving
 from peers.chunk_shelf import ChunkFile, ChunkShelf
-from peers.signal import Signal
+from peers.signal import first_cause
 from peers.swarm import Swarm
 from peers.uplink import Order
-from protocol.identity import node_name
 from protocol.messages import ChunkSession
 from protocol.refusals import RefusalReason, Refused
-
-log = logging.getLogger(__name__)
 
 CHUNK_PROTOCOL = "/swarmnode/chunk/1"
 
@@ -55,51 +53,14 @@ MAX_OPENING_BYTES = 4 * 1024
 OPENING_TIMEOUT_S = 15.0
 
 MAX_SESSIONS = 256
-"""Downloaders served at once, over all files. One more is refused as `busy` and finds others to ask."""
+"""Downloaders served at once, over all files. One more is refused as `busy` and finds others to ask, unless
+one has wanted nothing for this long:"""
+IDLE_S = 30.0
+
 MAX_SESSIONS_PER_PEER = 8
 
 MAX_WANTS = 64
 """Chunks that one downloader may have asked for and not got."""
-
-READ_BYTES = 256 * 1024
-"""Read from disk at once, for each chunk that is going out."""
-
-
-class _Served:
-    """One file as it is served here."""
-
-    def __init__(self, count: int, giving: Giving | None) -> None:
-        self.count = count
-        self.giving = giving
-        self.sent = [0] * count
-        """How often each chunk has gone out."""
-        self.sessions = 0
-
-    @property
-    def gives(self) -> bool:
-        return self.giving is not None and self.giving.active
-
-
-class _Client:
-    """One downloader's session: what it waits for."""
-
-    def __init__(self, session: Session, name: bytes) -> None:
-        self.session = session
-        self.name = name
-        self.served: _Served | None = None
-        self.wants: dict[int, None] = {}
-        self.spares: dict[int, None] = {}
-        """Wanted if this node has nothing else to send."""
-        self.any_wants = 0
-        self.sending: int | None = None
-        self.cancelled = False
-        self.changed = Signal()
-        self.served_at = 0.0
-        self.news_left = 0
-
-    @property
-    def count(self) -> int:
-        return 0 if self.served is None else self.served.count
 
 
 class ChunkServer:
@@ -110,9 +71,8 @@ class ChunkServer:
         self._shelf = shelf
         self._rng = rng or random.Random()
         self._uplink = swarm.transport.uplink
-        self._served: dict[bytes, _Served] = {}
-        self._sessions = 0
-        self._clients: set[_Client] = set()
+        self._served: dict[bytes, ServedFile] = {}
+        self._clients: set[Client] = set()
         self._begun = itertools.count(1)
         self.bytes_served: Counter[PeerId] = Counter()
         swarm.transport.serve_sessions(
@@ -123,28 +83,25 @@ class ChunkServer:
         )
 
     async def _serve(self, session: Session) -> None:
-        self._sessions += 1
-        client: _Client | None = None
+        client: Client | None = None
         try:
-            try:
-                client = _Client(session, await self._opened(session))
+            client = await self._opened(session)
+            with client.scope:
                 await self._converse(client)
-            except* Refused as group:
-                refused = group.exceptions[0]
-                while isinstance(refused, BaseExceptionGroup):
-                    refused = refused.exceptions[0]
-                assert isinstance(refused, Refused)
-                self._swarm.refuse(session.peer, refused.reason, refused.detail)
+        except* Refused as group:
+            refused = first_cause(group)
+            assert isinstance(refused, Refused)
+            self._swarm.refuse(session.peer, refused.reason, refused.detail)
+            with suppress(SessionEnded):
                 await session.send(encode_sealed(REFUSAL, self._swarm.seal_refusal(refused)))
-            except* SessionEnded:
-                pass
+        except* SessionEnded:
+            pass
         finally:
-            self._sessions -= 1
-            if client is not None and client.served is not None:
-                self._left(client, client.served)
+            if client is not None:
+                self._left(client)
 
-    async def _opened(self, session: Session) -> bytes:
-        """The name of the file that the downloader wants. Raises `Refused`, `SessionEnded`."""
+    async def _opened(self, session: Session) -> Client:
+        """The downloader, once it has said what it wants. Raises `Refused`, `SessionEnded`."""
         with trio.move_on_after(OPENING_TIMEOUT_S):
             message = await session.receive()
             if message[:1] != bytes([OPENING]):
@@ -152,12 +109,24 @@ class ChunkServer:
             envelope = await self._swarm.admit(session.peer, bytes(message[1:]), MAX_OPENING_BYTES)
             if envelope.kind != "chunk_session":
                 raise Refused(RefusalReason.WRONG_KIND, f"expected chunk_session, got {envelope.kind!r}")
-            if self._sessions > MAX_SESSIONS:
-                raise Refused(RefusalReason.BUSY, f"{MAX_SESSIONS} downloaders are served already")
-            return ChunkSession.decode(envelope.body).file
+            client = Client(session, ChunkSession.decode(envelope.body).file)
+            self._make_place()
+            self._clients.add(client)
+            return client
         raise Refused(RefusalReason.MALFORMED, f"no opening within {OPENING_TIMEOUT_S:.0f} s")
 
-    async def _converse(self, client: _Client) -> None:
+    def _make_place(self) -> None:
+        """End the session that has wanted nothing for longest if there are too many. Raises `Refused`."""
+        if len(self._clients) < MAX_SESSIONS:
+            return
+        idle = [c for c in self._clients if not c.is_waiting and c.sending is None]
+        longest = min(idle, key=lambda client: client.asked_s, default=None)
+        if longest is None or trio.current_time() - longest.asked_s < IDLE_S:
+            raise Refused(RefusalReason.BUSY, f"{MAX_SESSIONS} downloaders are served already")
+        longest.scope.cancel()
+        self._clients.discard(longest)
+
+    async def _converse(self, client: Client) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tell, client)
             nursery.start_soon(self._upload, client)
@@ -165,7 +134,7 @@ class ChunkServer:
 
     # What is here, told to the downloader.
 
-    async def _tell(self, client: _Client) -> None:
+    async def _tell(self, client: Client) -> None:
         """Until the session ends: what is here at first, and then what comes."""
         file: ChunkFile | None = None
         told = 0
@@ -187,7 +156,7 @@ class ChunkServer:
                         await self._lack_any(client)
                     continue
                 if len(arrived) > told:
-                    known = now.held_by.get(client.session.peer)
+                    known = now.held_by.get(client.peer)
                     news = [index for index in arrived[told:] if known is None or not known[index]]
                     told = len(arrived)
                     if news:
@@ -204,38 +173,43 @@ class ChunkServer:
                 continue
             await self._shelf.changed.wait()
 
-    async def _lack_any(self, client: _Client) -> None:
+    async def _lack_any(self, client: Client) -> None:
         """There is nothing more to choose for the downloader; what is on its way already still comes."""
         if client.any_wants:
             lacking, client.any_wants = [ANY] * client.any_wants, 0
             await client.session.send(encode_indices(LACK, lacking))
 
-    def _join(self, client: _Client, file: ChunkFile) -> None:
+    def _join(self, client: Client, file: ChunkFile) -> None:
         served = self._served.get(client.name)
         if served is None:
             count = file.layout.count
             # A node that has only just got the file itself has nothing that others lack.
             whole = len(file.arrived) == count
-            served = _Served(count, Giving(count, self._rng) if whole else None)
+            served = ServedFile(count, Giving(count, self._rng) if whole else None)
             self._served[client.name] = served
         served.sessions += 1
-        self._clients.add(client)
         if served.giving is not None:
-            served.giving.join(client)
-        client.news_left = 2 * served.count + MAX_INDICES
+            served.giving.join(client.peer)
+        client.news_left = served.count + MAX_INDICES
         client.served = served
 
-    def _left(self, client: _Client, served: _Served) -> None:
-        served.sessions -= 1
+    def _left(self, client: Client) -> None:
         self._clients.discard(client)
-        if served.giving is not None:
-            served.giving.leave(client)
+        served = client.served
+        if served is None:
+            return
+        served.sessions -= 1
+        # One that is still connected has finished, most likely, and serves what it has.
+        still_here = self._swarm.transport.connected_peers()
+        still_here |= {other.peer for other in self._clients if other.served is served}
+        if served.giving is not None and client.peer not in still_here:
+            served.giving.leave(client.peer)
         if served.sessions == 0:
             del self._served[client.name]
 
     # What the downloader says.
 
-    async def _listen(self, client: _Client) -> None:
+    async def _listen(self, client: Client) -> None:
         while True:
             message = await client.session.receive()
             try:
@@ -261,17 +235,18 @@ class ChunkServer:
                 raise Refused(RefusalReason.MALFORMED, "a downloader has nothing to refuse")
             client.changed.set()
 
-    def _heard_holdings(self, client: _Client, served: _Served, indices: list[int]) -> None:
+    def _heard_holdings(self, client: Client, served: ServedFile, indices: list[int]) -> None:
         client.news_left -= len(indices) + 1
         if client.news_left < 0:
             raise Refused(RefusalReason.MALFORMED, "more news of chunks than the file has chunks")
         if served.giving is not None:
             gave = served.gives
-            served.giving.reported(client, indices, trio.current_time())
+            served.giving.reported(client.peer, indices, trio.current_time())
             if gave != served.gives:
                 self._shelf.changed.set()
 
-    async def _heard_want(self, client: _Client, indices: list[int], wants: dict[int, None]) -> None:
+    async def _heard_want(self, client: Client, indices: list[int], wants: dict[int, None]) -> None:
+        client.asked_s = trio.current_time()
         file = self._shelf.get(client.name)
         lacking: list[int] = []
         for index in indices:
@@ -289,7 +264,7 @@ class ChunkServer:
         if lacking:
             await client.session.send(encode_indices(LACK, lacking))
 
-    def _heard_cancel(self, client: _Client, indices: list[int]) -> None:
+    def _heard_cancel(self, client: Client, indices: list[int]) -> None:
         for index in indices:
             if index == ANY:
                 client.any_wants = max(0, client.any_wants - 1)
@@ -305,24 +280,24 @@ class ChunkServer:
         """How many chunks are waited for here."""
         return sum(len(client.wants) + client.any_wants for client in self._clients)
 
-    def _order(self, client: _Client) -> Order:
+    def _order(self, client: Client) -> Order:
         """How soon a chunk for this downloader should begin to go out, against those for others."""
         served = client.served
         if served is not None and client.any_wants and served.giving is not None:
-            return (1.0, 0.0, served.giving.spread_s(client, trio.current_time()), client.served_at)
+            return (1.0, 0.0, served.giving.spread_s(client.peer, trio.current_time()), client.served_s)
         if served is not None and client.wants:
             # The chunk that has gone out least: others will pass on those that have gone out more.
-            return (1.0, 1.0, float(_least(served.sent, client.wants)), client.served_at)
+            return (1.0, 1.0, float(_least(served.sent, client.wants)), client.served_s)
         if served is not None and client.spares:
-            return (2.0, float(_least(served.sent, client.spares)), client.served_at)
+            return (2.0, float(_least(served.sent, client.spares)), client.served_s)
         return (math.inf,)
 
-    def _choose(self, client: _Client) -> int | None:
+    def _choose(self, client: Client) -> int | None:
         served = client.served
         if served is None:
             return None
         if client.any_wants and served.giving is not None:
-            index = served.giving.take(client, trio.current_time())
+            index = served.giving.take(client.peer, trio.current_time())
             if index is not None:
                 client.any_wants -= 1
                 if not served.gives:
@@ -335,21 +310,21 @@ class ChunkServer:
         del wants[chosen]
         return chosen
 
-    async def _upload(self, client: _Client) -> None:
+    async def _upload(self, client: Client) -> None:
         """Until the session ends: one chunk after the other, each begun when it is its turn."""
         while True:
-            if not (client.wants or client.any_wants or client.spares):
+            if not client.is_waiting:
                 await client.changed.wait()
                 continue
             piece_bytes = self._uplink.piece_bytes()
             await client.session.wait_bulk(piece_bytes)
-            sending: _Sending | None = None
+            sending: Sending | None = None
             async with self._uplink.turn(piece_bytes, partial(self._order, client)) as turn:
                 index = self._choose(client)
                 if index is not None:
                     client.sending, client.cancelled = index, False
-                    client.served_at = trio.current_time()
-                    sending = _Sending(client, index, self._shelf.get(client.name))
+                    client.served_s = trio.current_time()
+                    sending = Sending(client, index, self._shelf.get(client.name))
                     turn.sent_bytes = await self._send_piece(sending, piece_bytes)
             if sending is None:
                 await self._lack_any(client)
@@ -357,7 +332,7 @@ class ChunkServer:
             await self._send_rest(sending)
             client.sending = None
 
-    async def _send_rest(self, sending: "_Sending") -> None:
+    async def _send_rest(self, sending: Sending) -> None:
         client = sending.client
         order = partial(_begun, float(next(self._begun)))
         while sending.unfinished:
@@ -371,7 +346,7 @@ class ChunkServer:
         elif client.served is not None and not client.cancelled:
             client.served.sent[sending.index] += 1
 
-    async def _send_piece(self, sending: "_Sending", piece_bytes: int) -> int:
+    async def _send_piece(self, sending: Sending, piece_bytes: int) -> int:
         """Send the next piece; its size, 0 if the chunk turned out to be over."""
         client = sending.client
         await sending.fill()
@@ -381,7 +356,7 @@ class ChunkServer:
         await client.session.send_bulk(
             piece_head(sending.index, sending.offset - len(piece), self._load()), piece
         )
-        self.bytes_served[client.session.peer] += len(piece)
+        self.bytes_served[client.peer] += len(piece)
         return len(piece)
 
 
@@ -392,40 +367,3 @@ def _least(sent: list[int], wants: dict[int, None]) -> int:
 def _begun(number: float) -> Order:
     """What has begun to go out goes before what has not, the earliest first."""
     return (0.0, number)
-
-
-class _Sending:
-    """A chunk on its way out, read from disk as it goes."""
-
-    def __init__(self, client: _Client, index: int, file: ChunkFile | None) -> None:
-        self.client = client
-        self.index = index
-        self.offset = 0
-        self.failed = file is None
-        self._file = file
-        self._size = 0 if file is None else file.layout.length(index)
-        self._read = memoryview(b"")
-
-    @property
-    def unfinished(self) -> bool:
-        return not self.failed and not self.client.cancelled and self.offset < self._size
-
-    async def fill(self) -> None:
-        """Have something to take, unless it is finished or fails."""
-        if self._read or not self.unfinished or self._file is None:
-            return
-        try:
-            data = await self._file.read(self.index, self.offset, READ_BYTES)
-        except (KeyError, OSError) as error:
-            # Deleted or closed meanwhile: an old version's time is over.
-            log.info("a chunk for %s could not be read: %s", node_name(self.client.session.peer), error)
-            self.failed = True
-            return
-        self._read = memoryview(data)
-        self.failed = not data
-
-    def take(self, size_bytes: int) -> memoryview:
-        piece = self._read[:size_bytes]
-        self._read = self._read[size_bytes:]
-        self.offset += len(piece)
-        return piece

@@ -54,6 +54,7 @@ class StreamSession:
         """See `Session`."""
         await trio.lowlevel.checkpoint()
         try:
+            await self._muxed.connection.wait_urgent_room()
             await self._muxed.wait_window(len(message) + _LENGTH.size)
             self._muxed.push(_LENGTH.pack(len(message)), message, bulk=False)
         except _STREAM_ERRORS as error:

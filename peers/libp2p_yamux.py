@@ -40,8 +40,11 @@ KEEPALIVE_TIMEOUT_S = 20.0
 MAX_FRAME_BYTES = 1024 * 1024
 """libp2p implementations send at most 64 KiB to 256 KiB in one frame."""
 
+MANY_URGENT_BYTES = 64 * 1024
+"""Who can wait does, while so much waits to be written in small frames."""
+
 MAX_URGENT_BYTES = 1024 * 1024
-"""Small frames that may wait to be written; more only wait when the peer asks without reading the answers."""
+"""More than this waits only when the peer asks without reading the answers."""
 
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """What one connection may hold for streams that have not read it yet, in all."""
@@ -74,8 +77,8 @@ class SteadyYamux(IMuxedConn):
         self.on_close: Callable[[], Awaitable[Any]] | None = None
         self.streams: dict[int, YamuxStream] = {}
         self.link = NoiseLink(secured_conn)
-        self.bulk_taken = Signal()
-        """A bulk frame began to go out, so another may wait."""
+        self.taken = Signal()
+        """Frames began to go out, so others may wait."""
         self.heard_s = trio.current_time()
         self.round_trip_s = 0.0
         """The shortest answer to a ping."""
@@ -128,7 +131,7 @@ class SteadyYamux(IMuxedConn):
         self.streams.clear()
         self._urgent.clear()
         self._bulk.clear()
-        self.bulk_taken.set()
+        self.taken.set()
         if not self.event_closed.is_set():
             self.event_closed.set()
             if self.on_close is not None:
@@ -197,6 +200,13 @@ class SteadyYamux(IMuxedConn):
             raise ConnectionClosedError("the peer does not read")
         self._write()
 
+    async def wait_urgent_room(self) -> None:
+        """Until not many small frames wait. Raises `ConnectionClosedError`."""
+        while self._urgent_bytes >= MANY_URGENT_BYTES:
+            if self.event_closed.is_set():
+                raise ConnectionClosedError("the connection is closed")
+            await self.taken.wait()
+
     @property
     def has_bulk_room(self) -> bool:
         """Whether a bulk frame would not have to wait for another."""
@@ -207,7 +217,7 @@ class SteadyYamux(IMuxedConn):
         while not self.has_bulk_room:
             if self.event_closed.is_set():
                 raise ConnectionClosedError("the connection is closed")
-            await self.bulk_taken.wait()
+            await self.taken.wait()
 
     def push_bulk(self, stream: YamuxStream, frame: bytes) -> None:
         """Queue a frame behind the bulk before it. Raises `ConnectionClosedError`."""
@@ -248,11 +258,12 @@ class SteadyYamux(IMuxedConn):
                 frames.append(self._urgent.popleft())
                 size += len(frames[-1])
             self._urgent_bytes -= size
+            self.taken.set()
             return frames[0] if len(frames) == 1 else b"".join(frames)
         while self._bulk:
             stream, frame = self._bulk.popleft()
             stream.queued -= 1
-            self.bulk_taken.set()
+            self.taken.set()
             if not stream.lost:
                 return frame
         return None
@@ -271,7 +282,7 @@ class SteadyYamux(IMuxedConn):
                     self._fail(str(error))
                     return
                 if not self._blocked:
-                    self.bulk_taken.set()
+                    self.taken.set()
             if stall.cancelled_caught:
                 self._fail(f"the peer took nothing for {WRITE_STALL_S:g} s")
 

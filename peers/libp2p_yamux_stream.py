@@ -154,6 +154,7 @@ class YamuxStream(IMuxedStream):
         if len(view) <= MIN_PIECE_BYTES:
             while view:
                 await self.wait_window(1)
+                await self.connection.wait_urgent_room()
                 view = self._push_some(view, len(view))
             return
         uplink = self.connection.uplink

@@ -13,9 +13,12 @@ import trio
 
 from peers.libp2p_socket import PeerSocket
 
-QUEUE_S = 0.06
+QUEUE_S = 0.08
 """How much bulk may stand in queues, in seconds of the link's rate: enough to keep the link busy while this
 process waits for the processor."""
+
+UNSENT_S = 0.06
+"""How much may wait unsent in sockets, in the same measure: a connection that begins sends little at once."""
 
 LEAST_LIMIT_BYTES = 12 * 1024
 FIRST_LIMIT_BYTES = 128 * 1024
@@ -26,6 +29,9 @@ RATE_WINDOW_S = 2.0
 
 SAMPLE_S = 0.002
 """The kernel is not asked more often than this."""
+
+STUCK_S = 1.0
+"""What waits unsent in a socket whose peer has acknowledged nothing for so long is not on its way."""
 
 MAX_ROUND_TRIP_S = 0.5
 
@@ -39,10 +45,11 @@ class LinkMeter:
     """Watches the connections that have something under way."""
 
     def __init__(self) -> None:
-        self._active: dict[PeerSocket, int] = {}
-        """With what the kernel said last to be acknowledged."""
+        self._active: dict[PeerSocket, tuple[int, float]] = {}
+        """With what the kernel said last to be acknowledged, and since when."""
         self._in_flight_bytes = 0
-        self._sent_bytes = 0
+        self._unsent_bytes = 0
+        self._given_bytes = 0
         """Given to the kernel since it was asked."""
         self._sampled_s = 0.0
         self._round_trip_s = 0.0
@@ -52,9 +59,9 @@ class LinkMeter:
 
     def sent(self, socket: PeerSocket, size_bytes: int) -> None:
         """So much was given to the kernel."""
-        self._sent_bytes += size_bytes
+        self._given_bytes += size_bytes
         if socket not in self._active:
-            self._active[socket] = socket.sent_bytes - size_bytes
+            self._active[socket] = socket.sent_bytes - size_bytes, trio.current_time()
 
     def rate(self) -> float | None:
         """Bytes per second that the link has carried lately at its best; None before anything is known."""
@@ -65,11 +72,15 @@ class LinkMeter:
         now_s = trio.current_time()
         if now_s - self._sampled_s >= SAMPLE_S:
             self._sample(now_s)
-        under_way = self._in_flight_bytes + self._sent_bytes + taken_bytes
         rate = self.rate()
-        limit = FIRST_LIMIT_BYTES if rate is None else rate * (self._round_trip_s + QUEUE_S)
-        excess = under_way - max(LEAST_LIMIT_BYTES, limit)
-        if excess < 0 or under_way == 0:
+        in_flight = self._in_flight_bytes + self._given_bytes + taken_bytes
+        if rate is None:
+            excess: float = in_flight - FIRST_LIMIT_BYTES
+        else:
+            most_in_flight = max(LEAST_LIMIT_BYTES, rate * (self._round_trip_s + QUEUE_S))
+            most_unsent = max(LEAST_LIMIT_BYTES, rate * UNSENT_S)
+            excess = max(in_flight - most_in_flight, self._unsent_bytes - most_unsent)
+        if excess < 0 or in_flight == 0:
             return 0.0
         expected_s = excess / rate if rate else SAMPLE_S
         return min(0.02, max(SAMPLE_S, expected_s))
@@ -77,9 +88,9 @@ class LinkMeter:
     def _sample(self, now_s: float) -> None:
         """Ask the kernel about every connection with something under way."""
         self._sampled_s = now_s
-        self._sent_bytes = self._in_flight_bytes = 0
+        self._given_bytes = self._in_flight_bytes = self._unsent_bytes = 0
         round_trip_s = 0.0
-        for socket, acked_before in list(self._active.items()):
+        for socket, (acked_before, since_s) in list(self._active.items()):
             info = socket.tcp_info()
             if info is None or len(info) < _NEEDED_BYTES:
                 del self._active[socket]
@@ -87,14 +98,17 @@ class LinkMeter:
             (acked,) = _U64.unpack_from(info, _ACKED)
             (not_sent,) = _U32.unpack_from(info, _NOTSENT)
             (min_rtt_us,) = _U32.unpack_from(info, _MIN_RTT)
-            self._acked_bytes += max(0, acked - acked_before)
-            in_flight = socket.sent_bytes - acked - not_sent
-            self._in_flight_bytes += max(0, in_flight)
+            if acked > acked_before:
+                self._acked_bytes += acked - acked_before
+                since_s = now_s
+            if now_s - since_s <= STUCK_S:
+                self._unsent_bytes += not_sent
+            self._in_flight_bytes += max(0, socket.sent_bytes - acked - not_sent)
             round_trip_s = max(round_trip_s, min(MAX_ROUND_TRIP_S, min_rtt_us / 1e6))
             if socket.sent_bytes <= acked:
                 del self._active[socket]
             else:
-                self._active[socket] = acked
+                self._active[socket] = acked, since_s
         if self._active:
             self._round_trip_s = round_trip_s
         elapsed_s = now_s - self._interval_s

@@ -1,4 +1,4 @@
-"""An event that can happen again and again."""
+"""Two small things that trio has not: an event that can happen again and again, and the cause of a group."""
 
 import trio
 
@@ -15,3 +15,10 @@ class Signal:
 
     async def wait(self) -> None:
         await self._event.wait()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first exception in a group that is none itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

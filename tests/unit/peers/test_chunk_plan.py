@@ -6,8 +6,8 @@ import numpy as np
 
 from peers.base import PeerId
 from peers.chunk_frames import ANY
+from peers.chunk_neighbour import BUSY_LOAD
 from peers.chunk_plan import (
-    BUSY_LOAD,
     FIRST_TIMEOUT_S,
     LEAST_TIMEOUT_S,
     RELIEF_EVERY_S,
