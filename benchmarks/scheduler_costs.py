@@ -78,11 +78,14 @@ def market_scenario(
     seed: int,
     hours: float,
     source_upload_mbps: float = 1000.0,
-    departures_per_hour: float | None = None,
+    departures: float = 1.0,
     price_walk_per_hour: float = 0.05,
     **plan: Any,
 ) -> Scenario:
-    """The rows as machines that come and go, at prices that move; every row that differs is a class."""
+    """The rows as machines that come and go, at prices that move; every row that differs is a class.
+
+    `departures` multiplies how often each leaves.
+    """
     kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = (row.device, row.owner, row.region, row.price_per_hour, row.upload_mbps)
@@ -90,7 +93,6 @@ def market_scenario(
         if kind is not None:
             kind["count"] += 1
             continue
-        leaves = row.departures_per_hour if departures_per_hour is None else departures_per_hour
         kinds[key] = {
             "name": " ".join(map(str, key)),
             "count": 1,
@@ -105,7 +107,7 @@ def market_scenario(
             "price_per_hour": row.price_per_hour,
             "price_spread": 0.05,
             "price_walk_per_hour": price_walk_per_hour,
-            "departures_per_hour": leaves,
+            "departures_per_hour": departures * row.departures_per_hour,
             "returns_after_s": 1800,
             "owners": 1,
         }
@@ -153,15 +155,16 @@ def simulated_costs(generating_per_training: float, seed: int, hours: float) -> 
 
 
 def policy_outcome(policy: str, overbuy: float, seed: int, hours: float, churn: float) -> dict[str, Any]:
-    """One policy on the market when every machine leaves at the same rate."""
+    """One policy on the market when so many of the machines leave per hour, those by bid the most."""
     rows = market()
+    mean = sum(row.departures_per_hour for row in rows) / len(rows)
     run = example_run(rows, 3.0)
     scenario = market_scenario(
         rows,
         run,
         seed=seed,
         hours=hours,
-        departures_per_hour=churn,
+        departures=churn / mean,
         policy=policy,
         overbuy=overbuy,
         owner_share=OWNER_SHARE if policy == "plan" else 1.0,

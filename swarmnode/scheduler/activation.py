@@ -46,7 +46,7 @@ class PlanSettings:
     least_memory_gb: float = 0.0
     least_available_s: float = 300.0
     """A worker that is there for less is not worth its weights' transfer."""
-    stay_s: float = 3600.0
+    stay_s: float = 4 * 3600.0
     """How long a plan lasts about: what it takes to start a worker is spread over this."""
     hysteresis: float = 0.05
     """What a change must save, relative to the cost, to be made."""

@@ -105,6 +105,12 @@ class Dispatcher:
             if worker.present and not worker.excluded and worker.state in (State.COLD, State.WARM):
                 self._activate(worker)
 
+    def price_moved(self, worker: Worker) -> None:
+        """An active worker asks another price: paid at once, or what was agreed until a plan decides."""
+        self._take_price(worker)
+        if worker.asked_price_per_hour != worker.price_per_hour:
+            self._replan("a price rose above the budget")
+
     def demand(self) -> Demand:
         """With the update time that is measured."""
         measured = self._measured.train_s
@@ -178,7 +184,7 @@ class Dispatcher:
             self._waiting.append(worker)
 
     def _take_price(self, worker: Worker) -> None:
-        """A plan keeps a worker: at the price that it asks now, or as agreed while the money is short."""
+        """Pay what a worker asks now, or go on as agreed while the money is short."""
         more = worker.asked_price_per_hour - worker.price_per_hour
         if more != 0 and (
             more < 0 or self._paid_per_hour() + more <= self._settings.budget_per_hour * (1 + 1e-9)

@@ -31,7 +31,7 @@ class FleetSimulation:
         self.clock = EventQueue()
         self.measured = Measurements()
         self.weights = Weights(scenario.weights)
-        self.workers = [Worker(machine) for machine in draw_machines(scenario, self.rng)]
+        self.workers = [Worker(machine, scenario.seed) for machine in draw_machines(scenario, self.rng)]
         self.learner = SimLearner(scenario, self.demand, self.clock, self.rng, self.measured)
         self.learner.listener = self
         self.money = Money()
@@ -70,7 +70,7 @@ class FleetSimulation:
             else:
                 self._schedule_return(worker)
             if worker.machine.kind.price_walk_per_hour > 0:
-                self.clock.after(PRICE_STEP_S * self.rng.random(), self._move_price, worker)
+                self.clock.after(PRICE_STEP_S * worker.luck.random(), self._move_price, worker)
         self.clock.after(self.timeline.step_s, self._sample)
         self.clock.run(self.scenario.warmup_s, self.invariants.check)
         before = self.snapshot()
@@ -204,10 +204,12 @@ class FleetSimulation:
     def _schedule_departure(self, worker: Worker) -> None:
         per_hour = worker.machine.kind.departures_per_hour
         if per_hour > 0:
-            self.clock.after(self.rng.expovariate(per_hour / 3600), self._depart, worker, worker.life)
+            self.clock.after(worker.luck.expovariate(per_hour / 3600), self._depart, worker, worker.life)
 
     def _schedule_return(self, worker: Worker) -> None:
-        self.clock.after(self.rng.expovariate(1 / worker.machine.kind.returns_after_s), self._return, worker)
+        self.clock.after(
+            worker.luck.expovariate(1 / worker.machine.kind.returns_after_s), self._return, worker
+        )
 
     def _depart(self, worker: Worker, life: int) -> None:
         if not worker.present or worker.life != life:
@@ -250,8 +252,10 @@ class FleetSimulation:
         mean = worker.machine.price_per_hour
         # Drawn back to the listed price, so that a walk of days stays near it.
         pull = (mean / worker.asked_price_per_hour) ** 0.1
-        worker.asked_price_per_hour *= lognormal(self.rng, 1.0, step) * pull
+        worker.asked_price_per_hour *= lognormal(worker.luck, 1.0, step) * pull
         self.dispatcher.changed(worker)
+        if worker.present and worker.state is State.ACTIVE:
+            self.dispatcher.price_moved(worker)
 
     # What the learner did
 

@@ -1,5 +1,6 @@
 """One worker of a fleet: what it has in hand, in which state it is, what it costs."""
 
+import random
 from enum import IntEnum
 
 from swarmnode.simulator.population import Machine
@@ -55,6 +56,7 @@ class Worker:
         "excluded",
         "in_hand",
         "life",
+        "luck",
         "machine",
         "present",
         "price_per_hour",
@@ -66,8 +68,11 @@ class Worker:
         "work_s",
     )  # fmt: skip
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, seed: int) -> None:
         self.machine = machine
+        self.luck = random.Random(f"{seed} {machine.number}")
+        """When it leaves and returns and how its price moves: the same whatever a policy does, so that
+        policies can be compared on one market."""
         self.weights = WorkerWeights()
         self.state = State.COLD
         self.present = machine.present
