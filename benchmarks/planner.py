@@ -20,10 +20,11 @@ import numpy as np
 
 from benchmarks.offer_tables import random_offers, random_problem
 from benchmarks.report import table, write_report
-from swarmnode.scheduler.activation import PlanSettings, make_plan
+from swarmnode.scheduler.activation import make_plan
 from swarmnode.scheduler.capacity import Demand
 from swarmnode.scheduler.exact import solve_exact
 from swarmnode.scheduler.greedy import solve_greedy
+from swarmnode.scheduler.settings import PlanSettings
 
 GAP_BAR = 0.01
 TIME_BARS_S = {1_000: 0.050, 10_000: 1.0}

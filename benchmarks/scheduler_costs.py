@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swarmnode.scheduler.activation import PlanSettings
 from swarmnode.scheduler.capacity import Demand
 from swarmnode.scheduler.offers_csv import OfferRow, read_offers
 from swarmnode.scheduler.planning import Planned, Run, plan_rows
+from swarmnode.scheduler.settings import PlanSettings
 from swarmnode.simulator.run import simulate
 from swarmnode.simulator.scenario import Scenario, parse_scenario
 

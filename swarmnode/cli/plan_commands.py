@@ -50,7 +50,6 @@ def plan(
 ) -> None:
     """Choose the cheapest workers that keep the learner busy."""
     from swarmnode.cli.plan_tables import as_json, print_plan, print_sensitivity
-    from swarmnode.scheduler.activation import PlanSettings
     from swarmnode.scheduler.capacity import Demand
     from swarmnode.scheduler.offers_csv import OffersError, read_offers
     from swarmnode.scheduler.planning import (
@@ -59,6 +58,7 @@ def plan(
         sensitivity_to_bandwidth,
         sensitivity_to_staleness,
     )
+    from swarmnode.scheduler.settings import PlanSettings
 
     if form not in ("conservative", "overlapped"):
         raise UserError(f"--form {form}: there are two, conservative and overlapped")

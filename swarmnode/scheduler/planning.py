@@ -5,11 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swarmnode.scheduler.activation import Plan, PlanSettings, make_plan
+from swarmnode.scheduler.activation import Plan, make_plan
 from swarmnode.scheduler.broadcast import MBIT, Link, broadcast_from_totals
 from swarmnode.scheduler.capacity import Demand, Timing
 from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
 from swarmnode.scheduler.offers_csv import OfferRow
+from swarmnode.scheduler.settings import PlanSettings
 
 MAX_ROUNDS = 4
 BYTES_PER_TOKEN = 8.0

@@ -5,11 +5,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarmnode.scheduler.activation import Plan, PlanSettings, make_plan, replan_reason, stand_ins
+from swarmnode.scheduler.activation import Plan, make_plan, may_drain, replan_reason, stand_ins
 from swarmnode.scheduler.capacity import Demand, Timing, required_rate
 from swarmnode.scheduler.measurements import Measurements
 from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
 from swarmnode.scheduler.planning import BYTES_PER_TOKEN
+from swarmnode.scheduler.settings import PlanSettings
 from swarmnode.simulator.clock import EventQueue
 from swarmnode.simulator.scenario import Scenario
 from swarmnode.simulator.weights import Weights
@@ -19,6 +20,8 @@ SetState = Callable[[Worker, State], None]
 
 LEAST_GAP_S = 5.0
 """Between two plans, however much happens."""
+DRAIN_EVERY_S = 10.0
+"""How often it is looked whether who comes has weights, so that who goes may go."""
 
 
 class Dispatcher:
@@ -127,7 +130,8 @@ class Dispatcher:
             self._replan("tick")
             return
         assert self.plan is not None
-        active = [worker for worker in self._workers if worker.state is State.ACTIVE]
+        leaving = set(self.plan.draining)
+        active = [w for w in self._workers if w.state is State.ACTIVE and w.key not in leaving]
         plan = replace(
             self.plan,
             active=tuple(worker.key for worker in active),
@@ -156,12 +160,34 @@ class Dispatcher:
         )
         self.plan = plan
         self._apply(frozenset(plan.active), frozenset(plan.spares))
+        self._drain()
+
+    def _drain(self) -> None:
+        """Let those go whose place is taken; all of them if the money is needed for who takes it."""
+        if self.plan is None:
+            return
+        active = {worker.key for worker in self._workers if worker.state is State.ACTIVE}
+        leaving = [key for key in self.plan.draining if key in active]
+        if not leaving:
+            return
+        for worker in self._workers:
+            if worker.state is State.ACTIVE:
+                self._weights.advance(worker.machine, worker.weights, self._clock.now)
+        have_weights = {key for key in active if self._by_key[key].weights.version is not None}
+        for key in leaving if self._waiting else may_drain(self.plan, active, have_weights):
+            self._set_state(self._by_key[key], State.DRAINING)
+        if any(self._by_key[key].state is State.ACTIVE for key in leaving):
+            self._clock.after(DRAIN_EVERY_S, self._drain_later, self.plans)
+
+    def _drain_later(self, plans: int) -> None:
+        if plans == self.plans:
+            self._drain()
 
     def _apply(self, active: frozenset[bytes], spares: frozenset[bytes]) -> None:
-        # Who goes first, so that the money is there for who comes.
-        for worker in self._workers:
-            if worker.state is State.ACTIVE and worker.key not in active:
-                self._set_state(worker, State.DRAINING)
+        if self._scenario.plan.policy != "plan":
+            for worker in self._workers:
+                if worker.state is State.ACTIVE and worker.key not in active:
+                    self._set_state(worker, State.DRAINING)
         self._waiting.clear()
         for worker in self._workers:
             if worker.key in active:

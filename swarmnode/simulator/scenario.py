@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from swarmnode.scheduler.activation import PlanSettings
 from swarmnode.scheduler.capacity import Demand
+from swarmnode.scheduler.settings import PlanSettings
 
 SHIPPED = Path(__file__).parent / "scenarios"
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.scheduler.activation import PlanSettings, make_plan, replan_reason, stand_ins
+from swarmnode.scheduler.activation import make_plan, may_drain, replan_reason, stand_ins
 from swarmnode.scheduler.capacity import Demand, Timing
 from swarmnode.scheduler.offers import WorkerOffer, traffic_mbps
+from swarmnode.scheduler.settings import PlanSettings
 
 DEMAND = Demand(batch_groups=100, train_s=10.0, max_staleness=6)
 """Ten groups per second."""
@@ -165,6 +166,20 @@ def test_spares_are_called_in_order_for_what_was_lost_and_no_more() -> None:
     # One has no weights yet; then one more is lost than there are spares for.
     assert stand_ins(plan, everyone - {b"w00", b"w07"}, set(spares) - {b"w10"}) == spares[1:3]
     assert stand_ins(plan, set(), set(spares)) == spares
+
+
+def test_who_goes_stays_until_who_comes_has_weights() -> None:
+    offers = [offer(f"w{i:02}", 1.0 if i >= 10 else 0.5) for i in range(20)]
+    before = {f"w{i:02}".encode() for i in range(10, 20)}
+    plan = make_plan(offers, DEMAND, CALM, active=before)
+    assert set(plan.draining) == before
+    both = before | set(plan.active)
+    assert may_drain(plan, both, before) == []
+    assert may_drain(plan, both, before | {b"w00", b"w01", b"w02"}) == [b"w10", b"w11", b"w12"]
+    assert set(may_drain(plan, both, both)) == before
+    # One that has no weights itself makes nothing that could be missed.
+    assert may_drain(plan, both, before - {b"w15"}) == []
+    assert may_drain(plan, both, (before - {b"w15"}) | {b"w00"}) == [b"w15"]
 
 
 OFFERS = [offer(f"w{i:02}", 1.0 + 0.01 * i) for i in range(20)]

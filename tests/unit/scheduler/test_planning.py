@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.scheduler.activation import PlanSettings
 from swarmnode.scheduler.broadcast import Link, plan_broadcast
 from swarmnode.scheduler.capacity import Demand
 from swarmnode.scheduler.offers_csv import OfferRow
@@ -16,6 +15,7 @@ from swarmnode.scheduler.planning import (
     sensitivity_to_staleness,
     worker_offers,
 )
+from swarmnode.scheduler.settings import PlanSettings
 
 RUN = Run(
     Demand(batch_groups=60, train_s=60.0, max_staleness=6),
