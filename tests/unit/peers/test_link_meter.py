@@ -64,7 +64,9 @@ async def test_a_saturated_link_is_always_busy_and_its_queue_short(autojump_cloc
     await saturate(meter, socket, 10)
     sent_before, began_s = socket.sent_bytes, trio.current_time()
     waits = await saturate(meter, socket, 10)
-    assert (socket.sent_bytes - sent_before) / (trio.current_time() - began_s) == pytest.approx(RATE, rel=0.05)
+    assert (socket.sent_bytes - sent_before) / (trio.current_time() - began_s) == pytest.approx(
+        RATE, rel=0.05
+    )
     assert meter.rate() == pytest.approx(RATE, rel=0.1)
     # What the round trip holds is no queue. A piece may go on top of what is allowed.
     assert max(waits) < QUEUE_S + 0.05 + 0.1 * round_trip_s
